@@ -1,0 +1,1 @@
+"""Backends: each lowers a portable graph to what it runs, and opens it as a `Session`; the runtime knows only those."""

@@ -1,0 +1,65 @@
+"""What the runtime asks of a backend: sessions that run a graph over caches updated in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflash_trt.export.contract import GraphSpec
+
+# A device array of the backend's own (numpy, torch): the runtime only slices it and hands it back.
+Array = Any
+
+
+class Cache(Protocol):
+    """Keys and values of all layers of one graph: per layer two buffers [batch, num_kv_heads, capacity, head_dim].
+
+    Which rows are valid is the runtime's business (lengths are graph inputs); the buffers are never cleared.
+    """
+
+    batch: int
+    capacity: int
+
+    def row(self, index: int) -> Cache:
+        """A cache of batch 1 that shares the memory of one row."""
+
+    def resized(self, capacity: int) -> Cache:
+        """A cache of another capacity holding the same slots, up to the smaller capacity."""
+
+    def move(self, index: int, sources: Sequence[int], destination: int) -> None:
+        """Copies slots `sources` of row `index` to `destination`, `destination` + 1, ... in every layer."""
+
+
+class Session(Protocol):
+    """One opened graph."""
+
+    graph: GraphSpec
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """A zeroed cache."""
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: Cache) -> dict[str, Array]:
+        """Runs the graph; `cache` is updated in place.
+
+        Args:
+            inputs: numpy arrays in the dtypes of the contract; context_features may be what a session returned.
+            outputs: the names wanted. `context_features` comes back as the backend's own array, others as numpy.
+        """
+
+
+def check_inputs(graph: GraphSpec, inputs: Mapping[str, Array]) -> None:
+    """Inputs must be exactly the contract's names; a wrong one is a fault of the caller, not of the user."""
+    expected = {spec.name for spec in graph.inputs}
+    if set(inputs) != expected:
+        raise ValueError(f"{graph.role} graph takes {sorted(expected)}, got {sorted(inputs)}")
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy's dtype of a contract dtype name, bfloat16 included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

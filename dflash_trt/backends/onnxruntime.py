@@ -1,0 +1,85 @@
+"""ONNX Runtime on the CPU: the embedded backend.
+
+Each cache buffer is bound as past input and present output at once; TensorScatter then writes in place, which every
+run checks by pointer. Only the outputs that are asked for are bound, so unused logits are never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from dflash_trt.backends.base import Array, check_inputs
+from dflash_trt.errors import BackendError
+from dflash_trt.export.contract import GraphSpec
+
+NAME = "onnxruntime"
+DTYPES = ("float32",)
+
+
+class OrtCache:
+    """Cache buffers as numpy arrays (see `backends.base.Cache`)."""
+
+    def __init__(self, buffers: list[np.ndarray]) -> None:
+        self.buffers = buffers
+        self.batch, _, self.capacity, _ = buffers[0].shape
+
+    def row(self, index: int) -> OrtCache:
+        return OrtCache([buffer[index : index + 1] for buffer in self.buffers])
+
+    def resized(self, capacity: int) -> OrtCache:
+        kept = min(capacity, self.capacity)
+        buffers = []
+        for old in self.buffers:
+            new = np.zeros((*old.shape[:2], capacity, old.shape[3]), old.dtype)
+            new[:, :, :kept] = old[:, :, :kept]
+            buffers.append(new)
+        return OrtCache(buffers)
+
+    def move(self, index: int, sources: Sequence[int], destination: int) -> None:
+        for buffer in self.buffers:
+            buffer[index, :, destination : destination + len(sources)] = buffer[index][:, list(sources)]
+
+
+class OrtSession:
+    """A graph opened in ONNX Runtime (see `backends.base.Session`)."""
+
+    def __init__(self, model: Path, graph: GraphSpec, threads: int = 0) -> None:
+        """Opens `model`; `threads` 0 lets ONNX Runtime take one per physical core."""
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        self.graph = graph
+        try:
+            self._session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime raises a dozen classes without a common base
+            raise BackendError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot open the graph: {error}", where=str(model)
+            ) from error
+        self._past = [spec.name for spec in graph.past()]
+        self._present = [spec.name for spec in graph.present()]
+
+    def new_cache(self, batch: int, capacity: int) -> OrtCache:
+        shape = (batch, self.graph.num_kv_heads, capacity, self.graph.head_dim)
+        return OrtCache([np.zeros(shape, np.dtype(self.graph.dtype)) for _ in self._past])
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: OrtCache) -> dict[str, Array]:
+        check_inputs(self.graph, inputs)
+        binding = self._session.io_binding()
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        for name in outputs:
+            binding.bind_output(name, "cpu")
+        for past, present, buffer in zip(self._past, self._present, cache.buffers, strict=True):
+            place = ("cpu", 0, buffer.dtype.type, buffer.shape, buffer.ctypes.data)
+            binding.bind_input(past, *place)
+            binding.bind_output(present, *place)
+        self._session.run_with_iobinding(binding)
+        values = binding.get_outputs()
+        for value, buffer in zip(values[len(outputs) :], cache.buffers, strict=True):
+            if value.data_ptr() != buffer.ctypes.data:
+                raise BackendError("ONNX Runtime did not update a cache in place", where=f"{self.graph.role} graph")
+        return {name: value.numpy() for name, value in zip(outputs, values, strict=False)}

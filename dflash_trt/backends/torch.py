@@ -1,0 +1,64 @@
+"""torch: the reference backend. It runs the very modules that are traced, eagerly, with the operators' references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from dflash_trt.backends.base import Array, check_inputs
+from dflash_trt.export.contract import GraphSpec
+
+NAME = "torch"
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class TorchCache:
+    """Cache buffers as torch tensors (see `backends.base.Cache`)."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+        self.batch, _, self.capacity, _ = buffers[0].shape
+
+    def row(self, index: int) -> TorchCache:
+        return TorchCache([buffer[index : index + 1] for buffer in self.buffers])
+
+    def resized(self, capacity: int) -> TorchCache:
+        kept = min(capacity, self.capacity)
+        buffers = []
+        for old in self.buffers:
+            new = old.new_zeros((*old.shape[:2], capacity, old.shape[3]))
+            new[:, :, :kept] = old[:, :, :kept]
+            buffers.append(new)
+        return TorchCache(buffers)
+
+    def move(self, index: int, sources: Sequence[int], destination: int) -> None:
+        for buffer in self.buffers:
+            buffer[index, :, destination : destination + len(sources)] = buffer[index][:, list(sources)]
+
+
+class TorchSession:
+    """A module run eagerly (see `backends.base.Session`)."""
+
+    def __init__(self, module: torch.nn.Module, graph: GraphSpec, device: str = "cpu") -> None:
+        self.graph = graph
+        self.device = device
+        self.module = module.to(device).eval()
+
+    def new_cache(self, batch: int, capacity: int) -> TorchCache:
+        shape = (batch, self.graph.num_kv_heads, capacity, self.graph.head_dim)
+        dtype = getattr(torch, self.graph.dtype)
+        return TorchCache([torch.zeros(shape, dtype=dtype, device=self.device) for _ in self.graph.past()])
+
+    @torch.inference_mode()
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: TorchCache) -> dict[str, Array]:
+        check_inputs(self.graph, inputs)
+        args = [torch.as_tensor(inputs[spec.name], device=self.device) for spec in self.graph.inputs]
+        results = self.module(*args, *cache.buffers)
+        named = {spec.name: result for spec, result in zip(self.graph.outputs, results, strict=False)}
+        return {name: named[name] if name == "context_features" else _to_numpy(named[name]) for name in outputs}
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().numpy()

@@ -1,0 +1,1 @@
+"""Reading Hugging Face checkpoint folders: specs, lazily read tensors, strict validation."""

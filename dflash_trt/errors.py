@@ -1,0 +1,82 @@
+"""One small hierarchy of errors.
+
+Every error a user can cause says three things: what is wrong, where (file, field, tensor, node), and how to mend it.
+The command line prints it in one message and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+class DflashError(Exception):
+    """Base of all errors raised on purpose.
+
+    Args:
+        what: what is wrong, with the value and the rule it breaks.
+        where: the file, field, tensor, graph node or option concerned; empty when `what` already names it.
+        mend: what the user can do about it.
+    """
+
+    code = "error"
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what = what
+        self.where = where
+        self.mend = mend
+        super().__init__(self.message())
+
+    def message(self) -> str:
+        """The whole message: `where: what. mend`."""
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        if self.mend:
+            text = f"{text.rstrip('.')}. {self.mend}"
+        return text
+
+
+class UsageError(DflashError):
+    """A parameter or option value that cannot be used."""
+
+    code = "usage"
+
+
+class CheckpointError(DflashError):
+    """A checkpoint folder that cannot be read or breaks a rule on its own."""
+
+    code = "checkpoint"
+
+
+class PairError(DflashError):
+    """A target and a drafter that do not belong together."""
+
+    code = "pair"
+
+
+class ExportError(DflashError):
+    """A graph that cannot be exported or rewritten."""
+
+    code = "export"
+
+
+class BackendError(DflashError):
+    """A backend that is not installed or cannot do what was asked."""
+
+    code = "backend"
+
+
+class BundleError(DflashError):
+    """A bundle that is missing, damaged, or built by something that does not match."""
+
+    code = "bundle"
+
+
+class RequestError(DflashError):
+    """A generation request that cannot be served as asked."""
+
+    code = "request"
+
+
+class CheckFailed(DflashError):
+    """A check ran and its answer is no (exit code 1)."""
+
+    code = "check"
+    exit_code = 1

@@ -1,0 +1,113 @@
+"""Tracing: a module on the meta device -> an ONNX graph that calls the custom operators.
+
+The module holds no weights: initialisers keep their names and shapes, and `export/weights.py` says where their bytes are.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import onnx_ir as ir
+import onnxscript
+import torch
+
+from dflash_trt.errors import ExportError
+from dflash_trt.export.contract import GraphSpec, TensorSpec
+from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
+
+# Sizes of the example inputs, all different and none 0 or 1, so that torch.export keeps every dimension dynamic.
+_EXAMPLE_SIZES = {"B": 2, "Q": 5, "R": 3, "N": 7, "C": 24}
+
+_ONNX_DTYPE_NAMES = {
+    "int64": "INT64",
+    "bool": "BOOL",
+    "float32": "FLOAT",
+    "float16": "FLOAT16",
+    "bfloat16": "BFLOAT16",
+}
+
+_KV_INJECTION = onnxscript.values.Op(
+    onnxscript.values.Opset(DOMAIN, VERSION), kv_injection.NAME, kv_injection.schema()
+)
+_STAIRCASE_ATTENTION = onnxscript.values.Op(
+    onnxscript.values.Opset(DOMAIN, VERSION), staircase_attention.NAME, staircase_attention.schema()
+)
+
+
+def _translate_kv_injection(
+    key, value, key_norm_weight, position_ids, cos, sin, write_start, key_cache, value_cache, eps
+):  # type: ignore[no-untyped-def]
+    return _KV_INJECTION(
+        key, value, key_norm_weight, position_ids, cos, sin, write_start, key_cache, value_cache, eps=eps
+    )
+
+
+def _translate_staircase_attention(
+    query, key_cache, value_cache, context_len, visibility, sinks, position_ids, scale, sliding_window, causal, softcap
+):  # type: ignore[no-untyped-def]
+    return _STAIRCASE_ATTENTION(
+        query, key_cache, value_cache, context_len, visibility, sinks, position_ids,
+        scale=scale, sliding_window=sliding_window, causal=causal, softcap=softcap,
+    )  # fmt: skip
+
+
+def _example(spec: TensorSpec) -> torch.Tensor:
+    shape = tuple(_EXAMPLE_SIZES[size] if isinstance(size, str) else size for size in spec.shape)
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+def _dynamic(spec: TensorSpec, dims: dict[str, torch.export.Dim]) -> dict[int, torch.export.Dim]:
+    return {axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+
+
+def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
+    """Exports `module` (on the meta device) to ONNX.
+
+    The model calls `dflash_trt::KVInjection` and `dflash_trt::StaircaseAttention`, without function bodies yet; its initialisers have names, dtypes and shapes but no data.
+
+    Raises:
+        ExportError: the exported I/O is not the contract's.
+    """
+    inputs = [*graph.inputs, *graph.past()]
+    outputs = [*graph.outputs, *graph.present()]
+    dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
+    named = tuple(_dynamic(spec, dims) for spec in graph.inputs)
+    caches = tuple(_dynamic(spec, dims) for spec in graph.past())
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            module.eval(),
+            tuple(_example(spec) for spec in inputs),
+            input_names=[spec.name for spec in inputs],
+            output_names=[spec.name for spec in outputs],
+            dynamic_shapes=(*named, caches),
+            opset_version=OPSET,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            custom_translation_table={
+                torch.ops.dflash_trt.kv_injection.default: _translate_kv_injection,
+                torch.ops.dflash_trt.staircase_attention.default: _translate_staircase_attention,
+            },
+        )
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program", where=graph.role)
+    _check_io(program.model, graph)
+    return program.model
+
+
+def _check_io(model: ir.Model, graph: GraphSpec) -> None:
+    """The exported I/O must be the contract's, dynamic dimensions included: tracing can specialise them silently."""
+    expected = [*graph.inputs, *graph.past(), *graph.outputs, *graph.present()]
+    for spec, value in zip(expected, [*model.graph.inputs, *model.graph.outputs], strict=True):
+        dims = () if value.shape is None else tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
+        found = (value.name, str(value.dtype), dims)
+        wanted = (spec.name, _ONNX_DTYPE_NAMES[spec.dtype], spec.shape)
+        if found != wanted:
+            raise ExportError(
+                f"exported as {found}, the contract says {wanted}",
+                where=f"{graph.role} graph, {spec.name}",
+                mend="This is a fault of the exporter: the installed torch traces this module differently",
+            )

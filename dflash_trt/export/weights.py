@@ -1,0 +1,162 @@
+"""Where the bytes of every initialiser lie in the bundle.
+
+A tensor whose dtype is the graph's stays in the checkpoint's own safetensors file, which the bundle hard-links (ONNX
+Runtime refuses external data outside the model's folder, and symbolic links); others are converted once, streamed,
+into safetensors files of the bundle. The embedding and the head exist once: the drafter's folder links the target's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.spec import Dtype
+from dflash_trt.checkpoint.tensors import NUMPY_DTYPES, TensorEntry, TensorFolder
+from dflash_trt.errors import ExportError
+from dflash_trt.export.safetensors_writer import write_safetensors
+
+CONVERTED = "weights.safetensors"
+SHARED = "shared.safetensors"
+TABLES = "tables.safetensors"
+TARGET_PREFIX = "target."
+
+_SAFETENSORS_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_IR_DTYPE = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+_SHARED_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+
+Progress = Callable[[int], None]
+
+
+@dataclass
+class PlacedWeights:
+    """The tensors of one graph as they lie in its bundle folder: initialiser name -> entry inside `folder`."""
+
+    folder: Path
+    entries: dict[str, TensorEntry] = field(default_factory=dict)
+
+    def bind(self, model: ir.Model) -> None:
+        """Points every initialiser of `model` at its bytes.
+
+        Raises:
+            ExportError: an initialiser nobody placed, or one of another shape.
+        """
+        for name, value in model.graph.initializers.items():
+            entry = self.entries.get(name)
+            if entry is None:
+                raise ExportError("no tensor was placed for this initialiser", where=name)
+            shape = () if value.shape is None else tuple(value.shape.numpy())
+            if shape != entry.shape:
+                raise ExportError(f"placed tensor has shape {entry.shape}, the graph {shape}", where=name)
+            value.const_value = ir.ExternalTensor(
+                location=entry.file.name,
+                offset=entry.offset,
+                length=entry.nbytes,
+                dtype=_IR_DTYPE[entry.dtype],
+                shape=ir.Shape(entry.shape),
+                name=name,
+                base_dir=self.folder,
+            )
+
+
+def link(source: Path, destination: Path) -> None:
+    """Hard-links, or copies when the two lie on different filesystems; an existing destination is left as it is."""
+    if destination.exists():
+        return
+    try:
+        os.link(source.resolve(), destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def _chunks(tensors: TensorFolder, name: str, dtype: np.dtype, progress: Progress) -> Iterator[np.ndarray]:
+    """A tensor converted row block by row block, about 16 MB at a time."""
+    array = tensors.read(name)
+    flat = array.reshape(-1)
+    step = 1 << 22
+    for start in range(0, flat.size, step):
+        part = flat[start : start + step].astype(dtype)
+        progress(part.nbytes)
+        yield part
+
+
+def _place(
+    tensors: TensorFolder, names: list[str], dtype: Dtype, folder: Path, converted_file: str, progress: Progress
+) -> dict[str, TensorEntry]:
+    """Places tensors in `folder`, in place where the dtype fits; returns name -> entry."""
+    wanted = _SAFETENSORS_DTYPE[dtype]
+    entries: dict[str, TensorEntry] = {}
+    to_convert = []
+    for name in names:
+        entry = tensors[name]
+        if entry.dtype != wanted:
+            to_convert.append(name)
+            continue
+        link(entry.file, folder / entry.file.name)
+        entries[name] = _moved(entry, folder / entry.file.name)
+        progress(entry.nbytes)
+    if to_convert:
+        path = folder / converted_file
+        numpy_dtype = NUMPY_DTYPES[wanted]
+        write_safetensors(
+            path,
+            {name: (wanted, tensors[name].shape) for name in to_convert},
+            lambda name: _chunks(tensors, name, numpy_dtype, progress),
+        )
+        entries.update({name: entry for name, entry in TensorFolder.from_files([path]).items()})
+    return entries
+
+
+def _moved(entry: TensorEntry, file: Path) -> TensorEntry:
+    return TensorEntry(entry.name, entry.dtype, entry.shape, file, entry.offset, entry.nbytes)
+
+
+def _place_tables(tables: Mapping[str, np.ndarray], folder: Path) -> dict[str, TensorEntry]:
+    path = folder / TABLES
+    write_safetensors(path, {n: ("F32", t.shape) for n, t in tables.items()}, lambda name: iter([tables[name]]))
+    return dict(TensorFolder.from_files([path]).items())
+
+
+def place_target(
+    tensors: TensorFolder, tables: Mapping[str, np.ndarray], dtype: Dtype, folder: Path, progress: Progress
+) -> PlacedWeights:
+    """Places a target's tensors and its rotary tables in its bundle folder.
+
+    Args:
+        tensors: the checkpoint's; a tied target may lack `lm_head.weight`.
+        tables: `rope_cos`, `rope_sin` float32.
+        dtype: of the graph.
+        folder: exists already.
+        progress: called with the number of bytes placed.
+    """
+    shared = [name for name in _SHARED_NAMES if name in tensors]
+    own = [name for name in tensors if name not in _SHARED_NAMES]
+    placed = PlacedWeights(folder, _place(tensors, shared, dtype, folder, SHARED, progress))
+    placed.entries.update(_place(tensors, own, dtype, folder, CONVERTED, progress))
+    placed.entries.update(_place_tables(tables, folder))
+    placed.entries.setdefault("lm_head.weight", placed.entries["model.embed_tokens.weight"])
+    return placed
+
+
+def place_drafter(
+    tensors: TensorFolder,
+    tables: Mapping[str, np.ndarray],
+    target: PlacedWeights,
+    dtype: Dtype,
+    folder: Path,
+    progress: Progress,
+) -> PlacedWeights:
+    """Places a drafter's tensors, and links the target's embedding and head beside them."""
+    placed = PlacedWeights(folder, _place(tensors, list(tensors), dtype, folder, CONVERTED, progress))
+    placed.entries.update(_place_tables(tables, folder))
+    for name in _SHARED_NAMES:
+        entry = target.entries[name]
+        file = folder / f"{TARGET_PREFIX}{entry.file.name}"
+        link(entry.file, file)
+        placed.entries[f"{TARGET_PREFIX}{name}"] = _moved(entry, file)
+    return placed

@@ -1,0 +1,1 @@
+"""The torch modules that are traced: parameter names are those of the Hugging Face checkpoints."""

@@ -1,0 +1,89 @@
+"""The DFlash drafter graph: inject the pending features, then draft a block (arXiv 2602.06036, section 4)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
+from dflash_trt.modeling.layers import DecoderLayer, NewTokens, RMSNorm
+
+
+class SharedTarget(nn.Module):
+    """The target's embedding and output head, which the drafter uses frozen.
+
+    Parameter names are the target checkpoint's, so that both graphs refer to the same bytes.
+    """
+
+    def __init__(self, spec: TargetSpec) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(spec.vocab_size, spec.hidden_size)})
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        if spec.tie_word_embeddings:
+            self.lm_head.weight = self.model["embed_tokens"].weight
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model["embed_tokens"](ids)
+
+
+class DFlashDrafter(nn.Module):
+    """Drafts one block from the target's context features.
+
+    The context of all layers is one tensor, `hidden_norm(fc(features))`; every layer injects its keys and values of it
+    into its cache, then attends from the block to the context and the block itself.
+    """
+
+    rope_cos: torch.Tensor
+    rope_sin: torch.Tensor
+
+    def __init__(self, spec: DrafterSpec, target: TargetSpec, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        super().__init__()
+        self.spec = spec
+        self.target = SharedTarget(target)
+        self.fc = nn.Linear(len(spec.taps) * spec.target_hidden_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(spec, policy) for policy in spec.policies)
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.register_buffer("rope_cos", cos)
+        self.register_buffer("rope_sin", sin)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """features [B, N, T*H] -> context [B, N, H], in float32: tapped states of large models exceed float16."""
+        fused = F.linear(features.float(), self.fc.weight.float())
+        normed = F.rms_norm(fused, (fused.shape[-1],), self.hidden_norm.weight.float(), self.hidden_norm.eps)
+        return normed.to(self.fc.weight.dtype)
+
+    def forward(
+        self,
+        context_features: torch.Tensor,
+        feature_len: torch.Tensor,
+        context_len: torch.Tensor,
+        block_ids: torch.Tensor,
+        block_position_ids: torch.Tensor,
+        visibility: torch.Tensor,
+        *caches: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Shapes as in design section 4; returns draft_ids, confidence, logits, then the caches.
+
+        Feature rows at or beyond feature_len are written too, but behind the committed length, where nothing sees them
+        and the next rows overwrite them.
+        """
+        context = self.fuse(context_features)
+        rows = torch.arange(context.shape[1], device=context.device)
+        last_position = self.rope_cos.shape[0] - 1
+        context_positions = (context_len[:, None] + rows).clamp(max=last_position)
+        block = NewTokens(block_position_ids, context_len + feature_len, visibility, self.rope_cos, self.rope_sin)
+        x = self.target.embed(block_ids) * self.spec.input_embedding_scale
+        new_caches = []
+        for i, layer in enumerate(self.layers):
+            key_cache, value_cache = layer.self_attn.inject(
+                context, context_positions, context_len, block, caches[2 * i], caches[2 * i + 1]
+            )
+            x, key_cache, value_cache = layer(x, block, key_cache, value_cache)
+            new_caches += [key_cache, value_cache]
+        logits = self.target.lm_head(self.norm(x)).float() * self.spec.output_multiplier
+        if self.spec.final_logit_softcapping:
+            logits = torch.tanh(logits / self.spec.final_logit_softcapping) * self.spec.final_logit_softcapping
+        confidence = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        return (logits.argmax(-1), confidence, logits, *new_caches)

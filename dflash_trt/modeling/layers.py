@@ -1,0 +1,138 @@
+"""The decoder block shared by Qwen3 and Llama targets and by the drafters, written for tracing.
+
+Attention reads and writes fixed-capacity caches through the two custom operators; everything else is plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dflash_trt.checkpoint.spec import AttentionPolicy, DecoderSpec
+from dflash_trt.ops.kv_injection import kv_injection
+from dflash_trt.ops.staircase_attention import staircase_attention
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension with a learned weight [size]; float32 inside, input dtype outside."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where the new tokens of a pass stand.
+
+    position_ids [B, Q], write_start [B] (slot of the first one), visibility bool [B, Q, Q]; cos, sin
+    float32 [max_pos, D/2].
+    """
+
+    position_ids: torch.Tensor
+    write_start: torch.Tensor
+    visibility: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def causal_visibility(self) -> torch.Tensor:
+        """The visibility of layers that are causal inside the block, whatever the caller allowed."""
+        return self.visibility & (self.position_ids[:, None, :] <= self.position_ids[:, :, None])
+
+
+class Attention(nn.Module):
+    """Attention of one layer over a cache it writes its new keys and values to."""
+
+    def __init__(self, spec: DecoderSpec, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.eps = spec.rms_norm_eps
+        self.policy = policy
+        self.q_proj = nn.Linear(spec.hidden_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, spec.num_kv_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=spec.output_bias)
+        if spec.qk_norm:
+            self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.qk_norm = spec.qk_norm
+
+    def inject(
+        self,
+        x: torch.Tensor,
+        position_ids: torch.Tensor,
+        write_start: torch.Tensor,
+        tokens: NewTokens,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Projects x [B, N, H] to keys and values and writes them at write_start; returns the caches."""
+        key = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        norm = self.k_norm.weight if self.qk_norm else None
+        return kv_injection(
+            key, value, norm, position_ids, tokens.cos, tokens.sin, write_start, key_cache, value_cache, self.eps
+        )
+
+    def forward(
+        self, x: torch.Tensor, tokens: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [B, Q, H] -> attention output [B, Q, H] and the caches."""
+        query = self.q_proj(x).unflatten(-1, (-1, self.head_dim)).float()
+        if self.qk_norm:
+            query = F.rms_norm(query, (self.head_dim,), self.q_norm.weight.float(), self.eps)
+        query = torch.onnx.ops.rotary_embedding(query.transpose(1, 2), tokens.cos, tokens.sin, tokens.position_ids)
+        key_cache, value_cache = self.inject(
+            x, tokens.position_ids, tokens.write_start, tokens, key_cache, value_cache
+        )
+        out = staircase_attention(
+            query.to(x.dtype),
+            key_cache,
+            value_cache,
+            tokens.write_start,
+            tokens.causal_visibility() if self.policy.causal else tokens.visibility,
+            None,
+            tokens.position_ids,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.policy.window,
+            causal=self.policy.causal,
+        )
+        return self.o_proj(out), key_cache, value_cache
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm decoder block; x [B, Q, H]."""
+
+    def __init__(self, spec: DecoderSpec, policy: AttentionPolicy) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec, policy)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, tokens: NewTokens, key_cache: torch.Tensor, value_cache: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        attended, key_cache, value_cache = self.self_attn(self.input_layernorm(x), tokens, key_cache, value_cache)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), key_cache, value_cache

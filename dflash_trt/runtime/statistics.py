@@ -1,0 +1,95 @@
+"""What a generation did, counted by one set of definitions (design, section 5)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dflash_trt.errors import UsageError
+
+Stage = Literal["prefill", "draft", "verify", "host"]
+
+
+def _no_seconds() -> dict[Stage, float]:
+    return {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+
+
+@dataclass
+class GenerationStatistics:
+    """Counters of one sequence.
+
+    A *step* is one verification: the target checks a candidate tree and at least one token comes out. The token that
+    prefill yields belongs to no step. Without speculation each step proposes nothing and yields one token.
+
+    Attributes:
+        acceptance_lengths: per step, tokens it yielded: accepted drafts + 1, the bonus token. A step counts in full,
+            also when a stop token or the length limit then cut its tail.
+        proposed_drafts: drafted tokens put before the target: nodes of the verified trees, roots excluded.
+        accepted_drafts: those of them that were emitted.
+        target_passes, draft_passes: forward passes of the target (prefill chunks included) and of the drafters.
+        seconds: wall time by stage; "host" is what runs between passes (sampling, trees, text).
+    """
+
+    acceptance_lengths: list[int] = field(default_factory=list)
+    proposed_drafts: int = 0
+    accepted_drafts: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    seconds: dict[Stage, float] = field(default_factory=_no_seconds)
+
+    def record_step(self, *, proposed: int, accepted: int) -> None:
+        """Count one step that proposed and accepted so many drafts (bonus not among them).
+
+        Raises:
+            UsageError: not 0 <= accepted <= proposed.
+        """
+        if not 0 <= accepted <= proposed:
+            raise UsageError(
+                f"accepted {accepted} of {proposed} proposed drafts; it must be 0 <= accepted <= proposed",
+                where="GenerationStatistics.record_step",
+                mend="count drafts only: neither the root nor the bonus token",
+            )
+        self.acceptance_lengths.append(accepted + 1)
+        self.proposed_drafts += proposed
+        self.accepted_drafts += accepted
+
+    @contextmanager
+    def timed(self, stage: Stage) -> Iterator[None]:
+        """Add the wall time of the `with` body to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started
+
+    @property
+    def steps(self) -> int:
+        """Number of verifications."""
+        return len(self.acceptance_lengths)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """tau: tokens yielded by steps / steps, the bonus token included; None without steps."""
+        return sum(self.acceptance_lengths) / self.steps if self.steps else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted drafts / proposed drafts; None when nothing was proposed."""
+        return self.accepted_drafts / self.proposed_drafts if self.proposed_drafts else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters and both metrics as plain JSON data."""
+        return {
+            "steps": self.steps,
+            "acceptance_lengths": list(self.acceptance_lengths),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "proposed_drafts": self.proposed_drafts,
+            "accepted_drafts": self.accepted_drafts,
+            "acceptance_rate": self.acceptance_rate,
+            "target_passes": self.target_passes,
+            "draft_passes": self.draft_passes,
+            "seconds": dict(self.seconds),
+        }

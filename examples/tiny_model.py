@@ -1,0 +1,200 @@
+"""The small DFlash drafter that ``train_tiny.py`` trains, and the pieces shared by every training stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+
+class DraftAttention(nn.Module):
+    """Block queries attend to the projected target features (context) and to their own block."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, u: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """``u`` [N, A*B, H], ``context`` [N, S, H], ``rope`` over S + A*B keys, ``mask`` [N, 1, A*B, S + A*B]."""
+        keys = torch.cat([context, u], dim=1)
+        q = self.q_norm(self.q_proj(u).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        k = self.k_norm(self.k_proj(keys).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        v = self.v_proj(keys).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        cos, sin = rope
+        n = u.shape[1]
+        q, _ = apply_rotary_pos_emb(q, q, cos[:, -n:], sin[:, -n:])
+        k, _ = apply_rotary_pos_emb(k, k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DraftLayer(nn.Module):
+    """A Qwen3 decoder layer whose attention also reads the target features."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        """``x`` [N, A*B, H] -> [N, A*B, H]; the other shapes as in :class:`DraftAttention`."""
+        x = x + self.self_attn(self.input_layernorm(x), context, rope, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDrafter(nn.Module):
+    """DFlash drafter; parameter names are those of the published checkpoints."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.config = config
+        taps = config.dflash_config["target_layer_ids"]
+        self.fc = nn.Linear(len(taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Qwen3RotaryEmbedding(config)  # no parameters, no persistent buffers: adds nothing to the file
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, features: Tensor, block: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states of all blocks.
+
+        ``features`` [N, S, taps*H], ``block`` [N, A*B, H] embeddings, ``positions`` [N, S + A*B] absolute,
+        ``mask`` [N, 1, A*B, S + A*B] -> [N, A*B, H].
+        """
+        context = self.hidden_norm(self.fc(features))
+        rope = self.rotary(block, positions)
+        for layer in self.layers:
+            block = layer(block, context, rope, mask)
+        return self.norm(block)
+
+
+def target_features(target: Qwen3ForCausalLM, tokens: Tensor, taps: list[int]) -> Tensor:
+    """``tokens`` [N, S] -> concatenated outputs of decoder blocks ``taps``, [N, S, taps*H]."""
+    states = target.model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([states[tap + 1] for tap in taps], dim=-1)  # states[0] is the embedding
+
+
+def block_layout(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Absolute positions and attention mask of many blocks over one shared context.
+
+    ``anchors`` [N, A] -> positions [N, S + A*B], mask [N, 1, A*B, S + A*B] (True = may attend). A block sees the
+    features strictly before its anchor, as at inference, where the anchor has not yet been through the target, and
+    every position of its own block, but no other block.
+    """
+    count, per_row = anchors.shape
+    slots = per_row * block_size
+    query = (anchors[..., None] + torch.arange(block_size)).flatten(1)
+    positions = torch.cat([torch.arange(length).expand(count, -1), query], dim=1)
+    owner = torch.arange(slots) // block_size
+    sees_context = torch.arange(length) < anchors.repeat_interleave(block_size, dim=1)[..., None]
+    sees_block = (owner[:, None] == owner).expand(count, -1, -1)
+    return positions, torch.cat([sees_context, sees_block], dim=-1)[:, None]
+
+
+def dflash_loss(drafter: DFlashDrafter, target: Qwen3ForCausalLM, tokens: Tensor, anchors: Tensor,
+                gamma: float) -> tuple[Tensor, Tensor]:
+    """Weighted cross entropy of ``tokens`` [N, S] drafted from ``anchors`` [N, A], and the mean accepted length.
+
+    The second value is the length of the correct prefix plus the target's bonus token, which is what greedy
+    verification would accept where the target's greedy choice is the token in the sequence.
+    """
+    dflash = drafter.config.dflash_config
+    size = drafter.config.block_size
+    with torch.no_grad():
+        features = target_features(target, tokens, dflash["target_layer_ids"])
+        positions, mask = block_layout(anchors, tokens.shape[1], size)
+        ids = torch.full((*anchors.shape, size), dflash["mask_token_id"])
+        ids[..., 0] = tokens.gather(1, anchors)
+        embeddings = target.model.embed_tokens(ids.flatten(1))
+    hidden = drafter(features, embeddings, positions, mask).unflatten(1, (-1, size))[:, :, 1:]  # [N, A, B-1, H]
+    logits = F.linear(hidden, target.lm_head.weight).float()
+    offsets = torch.arange(1, size)
+    labels = tokens.gather(1, (anchors[..., None] + offsets).flatten(1)).view(*anchors.shape, -1)
+    losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    # An early miss throws away everything after it, so early positions weigh more.
+    weights = torch.exp(-(offsets - 1) / gamma)
+    accepted = (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1) + 1
+    return (losses * weights).sum() / (weights.sum() * anchors.numel()), accepted.float().mean()
+
+
+def progress(title: str, total: int, console: Console) -> tuple[Progress, Callable[[int, str], None]]:
+    """A started progress bar and its ``update(completed, note)``; where there is no terminal, a line now and then."""
+    bar = Progress(TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                   TextColumn("{task.fields[note]}"), console=console, disable=not console.is_terminal)
+    task = bar.add_task(title, total=total, note="")
+
+    def update(completed: int, note: str) -> None:
+        bar.update(task, completed=completed, note=note)
+        if not console.is_terminal and (completed % max(1, total // 40) == 0 or completed == total):
+            console.print(f"{title}: {completed}/{total}  {note}")
+
+    return bar, update
+
+
+def fit(module: nn.Module, loss_at: Callable[[int], tuple[Tensor, Tensor]], *, steps: int, lr: float, warmup: float,
+        weight_decay: float, checkpoint: Path, every: int, report: Callable[[int, str], None]) -> None:
+    """Train ``module`` with AdamW, linear warm-up and cosine decay; continue from ``checkpoint`` if it exists.
+
+    ``loss_at(step)`` returns (loss, a second value to show). It must draw its batch from ``step`` alone or from
+    torch's global generator, whose state is part of the checkpoint, so that a resumed run sees the same batches.
+    """
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    vectors = [p for p in module.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": weight_decay},
+                                   {"params": vectors, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), fused=True)
+    start = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        start = state["step"]
+    warm = max(1, int(warmup * steps))
+    shown = None
+    module.train()
+    for step in range(start, steps):
+        scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / (steps - warm))))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        loss, extra = loss_at(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = torch.stack([loss.detach(), extra.detach()])
+        shown = values if shown is None else 0.98 * shown + 0.02 * values
+        report(step + 1, f"loss {shown[0]:.3f}  {shown[1]:.3f}")
+        if (step + 1) % every == 0 or step + 1 == steps:
+            partial = checkpoint.with_suffix(".partial")  # a kill while writing must not lose the last good state
+            torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(),
+                        "rng": torch.get_rng_state(), "step": step + 1}, partial)
+            partial.replace(checkpoint)
+    module.eval()
+
+
+def epoch_batches(step: int, batch: int, rows: int, seed: int) -> Iterator[tuple[int, int]]:
+    """(epoch, row) of each of the ``batch`` examples of ``step``, a fresh order of all ``rows`` every epoch."""
+    for position in range(step * batch, (step + 1) * batch):
+        epoch, index = divmod(position, rows)
+        generator = torch.Generator().manual_seed(seed * 1000 + epoch)
+        yield epoch, int(torch.randperm(rows, generator=generator)[index])
