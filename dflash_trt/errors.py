@@ -75,7 +75,7 @@ class RequestError(DflashError):
     code = "request"
 
 
-class CheckFailed(DflashError):
+class CheckFailed(DflashError):  # noqa: N818 - not an error: the check worked, its answer is no
     """A check ran and its answer is no (exit code 1)."""
 
     code = "check"

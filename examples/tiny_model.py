@@ -111,21 +111,18 @@ def block_layout(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor,
     return positions, torch.cat([sees_context, sees_block], dim=-1)[:, None]
 
 
-def dflash_loss(drafter: DFlashDrafter, target: Qwen3ForCausalLM, tokens: Tensor, anchors: Tensor,
+def dflash_loss(drafter: DFlashDrafter, target: Qwen3ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor,
                 gamma: float) -> tuple[Tensor, Tensor]:
-    """Weighted cross entropy of ``tokens`` [N, S] drafted from ``anchors`` [N, A], and the mean accepted length.
+    """Weighted cross entropy of ``tokens`` [N, S] drafted from ``anchors`` [N, A], and the mean acceptance length.
 
-    The second value is the length of the correct prefix plus the target's bonus token, which is what greedy
-    verification would accept where the target's greedy choice is the token in the sequence.
+    ``features`` [N, S, taps*H]. The second value is the length of the correct prefix plus the target's bonus token:
+    what greedy verification would accept where the target's greedy choice is the token in the sequence.
     """
-    dflash = drafter.config.dflash_config
     size = drafter.config.block_size
-    with torch.no_grad():
-        features = target_features(target, tokens, dflash["target_layer_ids"])
-        positions, mask = block_layout(anchors, tokens.shape[1], size)
-        ids = torch.full((*anchors.shape, size), dflash["mask_token_id"])
-        ids[..., 0] = tokens.gather(1, anchors)
-        embeddings = target.model.embed_tokens(ids.flatten(1))
+    positions, mask = block_layout(anchors, tokens.shape[1], size)
+    masks = torch.full((*anchors.shape, size - 1), drafter.config.dflash_config["mask_token_id"])
+    block = torch.cat([tokens.gather(1, anchors)[..., None], masks], dim=-1).flatten(1)
+    embeddings = F.embedding(block, target.lm_head.weight)  # tied, and the drafter owns neither embedding nor head
     hidden = drafter(features, embeddings, positions, mask).unflatten(1, (-1, size))[:, :, 1:]  # [N, A, B-1, H]
     logits = F.linear(hidden, target.lm_head.weight).float()
     offsets = torch.arange(1, size)
@@ -151,9 +148,14 @@ def progress(title: str, total: int, console: Console) -> tuple[Progress, Callab
     return bar, update
 
 
-def fit(module: nn.Module, loss_at: Callable[[int], tuple[Tensor, Tensor]], *, steps: int, lr: float, warmup: float,
-        weight_decay: float, checkpoint: Path, every: int, report: Callable[[int, str], None]) -> None:
-    """Train ``module`` with AdamW, linear warm-up and cosine decay; continue from ``checkpoint`` if it exists.
+def fit(module: nn.Module, loss_at: Callable[[int], tuple[Tensor, Tensor]], *, steps: int, lr: float, warmup: int,
+        cosine: int, cooldown: int, weight_decay: float, checkpoint: Path, every: int,
+        report: Callable[[int, str], None]) -> None:
+    """Train ``module`` with AdamW, continuing from ``checkpoint`` if it exists.
+
+    The learning rate rises over ``warmup`` steps, follows a cosine that would reach zero at step ``cosine``, and falls
+    in a straight line to zero over the last ``cooldown`` steps wherever that is lower. A cosine longer than ``steps``
+    lets the end of a run be brought forward while it is under way without changing the steps already taken.
 
     ``loss_at(step)`` returns (loss, a second value to show). It must draw its batch from ``step`` alone or from
     torch's global generator, whose state is part of the checkpoint, so that a resumed run sees the same batches.
@@ -169,11 +171,11 @@ def fit(module: nn.Module, loss_at: Callable[[int], tuple[Tensor, Tensor]], *, s
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
         start = state["step"]
-    warm = max(1, int(warmup * steps))
     shown = None
     module.train()
     for step in range(start, steps):
-        scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / (steps - warm))))
+        decay = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / (cosine - warmup)))
+        scale = min((step + 1) / warmup, decay, (steps - step) / cooldown)
         for group in optimizer.param_groups:
             group["lr"] = lr * scale
         loss, extra = loss_at(step)

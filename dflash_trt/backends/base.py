@@ -40,13 +40,31 @@ class Session(Protocol):
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """A zeroed cache."""
 
-    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: Cache) -> dict[str, Array]:
+    def capacity_for(self, needed: int, limit: int) -> int:
+        """The capacity to allocate when `needed` slots are: engines of fixed shape take `limit` at once."""
+
+    def stack(self, features: Sequence[Array], rows: int) -> Array:
+        """Arrays [n_i, F], cut or padded with zeros to [len(features), rows, F]."""
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: Any) -> dict[str, Array]:
         """Runs the graph; `cache` is updated in place.
 
         Args:
+            cache: one this session made.
             inputs: numpy arrays in the dtypes of the contract; context_features may be what a session returned.
             outputs: the names wanted. `context_features` comes back as the backend's own array, others as numpy.
         """
+
+
+def bucket(needed: int, limit: int) -> int:
+    """The smallest capacity 256, 512, 1024, ... that holds `needed`, at most `limit`.
+
+    Where attention costs as much as its capacity, growing by doubling keeps it near the length in use.
+    """
+    capacity = 256
+    while capacity < needed:
+        capacity *= 2
+    return min(capacity, limit)
 
 
 def check_inputs(graph: GraphSpec, inputs: Mapping[str, Array]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from dflash_trt.backends.base import Array, check_inputs
+from dflash_trt.backends.base import Array, bucket, check_inputs
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec
 
@@ -65,6 +65,15 @@ class OrtSession:
     def new_cache(self, batch: int, capacity: int) -> OrtCache:
         shape = (batch, self.graph.num_kv_heads, capacity, self.graph.head_dim)
         return OrtCache([np.zeros(shape, np.dtype(self.graph.dtype)) for _ in self._past])
+
+    def capacity_for(self, needed: int, limit: int) -> int:
+        return bucket(needed, limit)
+
+    def stack(self, features: Sequence[np.ndarray], rows: int) -> np.ndarray:
+        stacked = np.zeros((len(features), rows, features[0].shape[-1]), features[0].dtype)
+        for row, array in enumerate(features):
+            stacked[row, : len(array)] = array[:rows]
+        return stacked
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: OrtCache) -> dict[str, Array]:
         check_inputs(self.graph, inputs)

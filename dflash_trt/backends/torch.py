@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from dflash_trt.backends.base import Array, check_inputs
+from dflash_trt.backends.base import Array, bucket, check_inputs
 from dflash_trt.export.contract import GraphSpec
 
 NAME = "torch"
@@ -51,13 +51,32 @@ class TorchSession:
         dtype = getattr(torch, self.graph.dtype)
         return TorchCache([torch.zeros(shape, dtype=dtype, device=self.device) for _ in self.graph.past()])
 
+    def capacity_for(self, needed: int, limit: int) -> int:
+        return bucket(needed, limit)
+
+    def stack(self, features: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+        stacked = features[0].new_zeros((len(features), rows, features[0].shape[-1]))
+        for row, array in enumerate(features):
+            stacked[row, : len(array)] = array[:rows]
+        return stacked
+
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: TorchCache) -> dict[str, Array]:
         check_inputs(self.graph, inputs)
-        args = [torch.as_tensor(inputs[spec.name], device=self.device) for spec in self.graph.inputs]
+        args = [_to_tensor(inputs[spec.name]).to(self.device) for spec in self.graph.inputs]
         results = self.module(*args, *cache.buffers)
         named = {spec.name: result for spec, result in zip(self.graph.outputs, results, strict=False)}
         return {name: named[name] if name == "context_features" else _to_numpy(named[name]) for name in outputs}
+
+
+def _to_tensor(array: Array) -> torch.Tensor:
+    """A tensor as it is, a numpy array of any layout and of bfloat16 too, which is a foreign type to torch."""
+    if isinstance(array, torch.Tensor):
+        return array
+    array = np.require(array, requirements=["C", "W"])
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -12,12 +12,21 @@ from typing import Any
 
 from dflash_trt.errors import CheckpointError
 
+LFS_POINTER = b"version https://git-lfs"
+
+
+def lfs_error(path: Path) -> CheckpointError:
+    """The error for a file that starts with `LFS_POINTER`."""
+    mend = "Fetch it: `git lfs pull` in the checkpoint folder, or download it again"
+    return CheckpointError("is a Git-LFS pointer, not the file itself", where=str(path), mend=mend)
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`.
 
     Raises:
-        CheckpointError: the file is missing or unreadable, is not UTF-8, is not JSON, or holds no object.
+        CheckpointError: the file is missing, unreadable or a Git-LFS pointer, is not UTF-8 or not JSON, or holds no
+            object.
     """
     try:
         raw = path.read_bytes()
@@ -26,6 +35,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no {path.name}", where=str(path.parent), mend=mend) from None
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    if raw.startswith(LFS_POINTER):
+        raise lfs_error(path)
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -23,7 +23,7 @@ _SPEC_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "b
 def read_decoder_fields(config: ConfigFile) -> dict[str, Any]:
     """The fields of `DecoderSpec` that both kinds of checkpoint state the same way.
 
-    Left to the caller: architecture, policies, qk_norm, mlp_bias, dtype.
+    Left to the caller: architecture, policies, qk_norm, mlp_bias and dtype.
 
     Raises:
         CheckpointError: a field is missing or breaks its rule, or the checkpoint is quantised.
@@ -125,7 +125,7 @@ def layer_tensors(spec: DecoderSpec, prefix: str) -> Shapes:
 
 
 def rotary_buffers(num_layers: int, prefix: str) -> set[str]:
-    """The only tensors that may go unclaimed: frequency buffers old transformers saved, which follow from the config."""
+    """The only tensors that may go unclaimed: frequencies that old transformers saved; they follow from the config."""
     per_layer = {f"{prefix}layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(num_layers)}
     return per_layer | {f"{prefix}rotary_emb.inv_freq"}
 
@@ -139,7 +139,7 @@ def check_tensors(tensors: TensorFolder, expected: Mapping[str, tuple[int, ...]]
     where = str(tensors.where)
     missing = [name for name in expected if name not in tensors]
     if missing:
-        what = f"{len(missing)} tensors of the model are missing: {_listed(missing)}"
+        what = f"missing tensors: {_listed(missing)}"
         raise CheckpointError(what, where=where, mend="The config may be another model's, or the download incomplete")
     misshapen = [
         f"{name} is {list(tensors[name].shape)}, but the config says {list(shape)}"
@@ -150,15 +150,15 @@ def check_tensors(tensors: TensorFolder, expected: Mapping[str, tuple[int, ...]]
         raise CheckpointError(_listed(misshapen), where=where, mend="The config may be another model's")
     unclaimed = sorted(set(tensors) - set(expected) - set(ignored))
     if unclaimed:
-        what = f"{len(unclaimed)} tensors belong to no part of the model: {_listed(unclaimed)}"
+        what = f"tensors that belong to no part of the model: {_listed(unclaimed)}"
         raise CheckpointError(what, where=where, mend="Leaving them out would change the model, so they stop the build")
 
 
-def main_dtype(tensors: TensorFolder, names: Iterable[str]) -> Dtype:
-    """The dtype of the largest share of bytes among `names`."""
+def main_dtype(tensors: TensorFolder) -> Dtype:
+    """The dtype of the largest share of bytes."""
     shares: Counter[str] = Counter()
-    for name in names:
-        shares[tensors[name].dtype] += tensors[name].nbytes
+    for entry in tensors.values():
+        shares[entry.dtype] += entry.nbytes
     return _SPEC_DTYPES[shares.most_common(1)[0][0]]
 
 

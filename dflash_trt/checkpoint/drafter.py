@@ -54,6 +54,8 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
     _check_dialect(config)
     fields = read_decoder_fields(config)
     taps = _read_taps(config)
+    block_size = _required_in_either(config, "block_size", lambda place, field: place.integer(field, minimum=2))
+    mask_token_id = _required_in_either(config, "mask_token_id", lambda place, field: place.integer(field, minimum=0))
     architectures = config.strings("architectures")
     scale = _in_either(config, "input_embedding_scale", lambda place, field: place.number(field, above=0))
     multiplier = _in_either(config, "output_multiplier", lambda place, field: place.number(field, above=0))
@@ -64,9 +66,9 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
         system="dflash",
         policies=_read_policies(config, fields["num_layers"]),
         qk_norm=True,
-        dtype="float32",  # until the tensors are known to be there, below
-        block_size=_required_in_either(config, "block_size", lambda place, field: place.integer(field, minimum=2)),
-        mask_token_id=_required_in_either(config, "mask_token_id", lambda place, field: place.integer(field, minimum=0)),
+        dtype=main_dtype(tensors),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
         taps=taps,
         num_target_layers=_read_num_target_layers(config, taps),
         target_hidden_size=_in_either(config, "target_hidden_size", ConfigObject.integer) or fields["hidden_size"],
@@ -75,9 +77,7 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
         final_logit_softcapping=0.0 if softcap is None else softcap,
     )
     _check_fc(spec, tensors)
-    expected = expected_tensors(spec)
-    check_tensors(tensors, expected, rotary_buffers(spec.num_layers, ""))
-    spec = spec.model_copy(update={"dtype": main_dtype(tensors, expected)})
+    check_tensors(tensors, expected_tensors(spec), rotary_buffers(spec.num_layers, ""))
     return DrafterCheckpoint(spec, tensors, path)
 
 

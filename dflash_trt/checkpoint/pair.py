@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_trt.checkpoint.config import read_json_object
+from dflash_trt.checkpoint.config import ConfigFile
 from dflash_trt.checkpoint.drafter import DrafterCheckpoint
 from dflash_trt.checkpoint.target import TargetCheckpoint
 from dflash_trt.errors import PairError
@@ -56,11 +56,11 @@ def _check_tokenizer(target: TargetCheckpoint) -> None:
     path = target.path / "tokenizer.json"
     if not path.exists():
         return
-    content = read_json_object(path)
-    model, added = content.get("model"), content.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else list((vocabulary or {}).values())
-    ids += [token.get("id") for token in added or () if isinstance(token, dict)]
+    content = ConfigFile(path)
+    vocabulary, added = content.section("model").values.get("vocab"), content.values.get("added_tokens") or []
+    # Unigram models have a list, whose places are the ids.
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary or ()) - 1]
+    ids += [token.get("id") for token in added if isinstance(token, dict)]
     largest = max((token for token in ids if isinstance(token, int)), default=-1)
     if largest >= target.spec.vocab_size:
         what = f"token id {largest} is in {path}, but vocab_size is {target.spec.vocab_size} in {_config(target)}"
@@ -72,8 +72,8 @@ def _settle_block_size(drafter: DrafterCheckpoint, block_size: int | None) -> in
     if block_size is None:
         return trained
     if block_size < 2:
-        raise PairError(f"block size {block_size} asked, but a block holds the anchor and at least one draft: 2 or more")
+        raise PairError(f"block size {block_size} asked, but a block holds the anchor and one draft at least: 2 tokens")
     if block_size > trained:
         what = f"block size {block_size} asked, but block_size is {trained} in {_config(drafter)}"
-        raise PairError(what, mend=f"Ask for {trained} or less: a drafter cannot fill a larger block than it was trained on")
+        raise PairError(what, mend=f"Ask for {trained} or less: no drafter fills a larger block than it was trained on")
     return block_size

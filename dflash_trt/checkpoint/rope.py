@@ -19,10 +19,12 @@ from dflash_trt.errors import CheckpointError
 KINDS = ("default", "linear", "llama3", "yarn")
 
 # Keys of a rope section that some kind here uses (a kind ignores those of the others), and one that means nothing.
-_KNOWN_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings low_freq_factor "
-    "high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim truncate finetuned".split()
-)
+_KNOWN_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "finetuned",
+}
 
 
 def read_head_dim(config: ConfigFile) -> int:
@@ -45,8 +47,8 @@ def read_rope(config: ConfigFile) -> RopeSpec:
     """The rotary embedding of a model.
 
     Reads `rope_theta` with `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5). Both may be given if
-    they agree. `original_max_position_embeddings` is, as in transformers, the top-level field, else that of the section,
-    else `max_position_embeddings`.
+    they agree. `original_max_position_embeddings` is, as in transformers, the top-level field, else the section's, else
+    `max_position_embeddings`.
 
     Raises:
         CheckpointError: no theta, an unsupported kind, styles that disagree, or a parameter that breaks its rule.
@@ -119,16 +121,16 @@ def attention_scaling(spec: RopeSpec) -> float:
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
-    assert spec.factor is not None
+    factor = _used(spec.factor)
     if spec.mscale and spec.mscale_all_dim:
-        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
-    return _mscale(spec.factor, 1.0)
+        return _mscale(factor, spec.mscale) / _mscale(factor, spec.mscale_all_dim)
+    return _mscale(factor, 1.0)
 
 
 def rope_tables(spec: RopeSpec, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of positions 0 .. num_positions - 1, times the attention scaling: float32 [num_positions, rotary_dim / 2].
+    """cos and sin of positions 0 .. num_positions - 1, times the attention scaling.
 
-    The angles are float32 products, as in transformers.
+    Both are float32 [num_positions, rotary_dim / 2]; the angles are float32 products, as in transformers.
     """
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq(spec)
     scaling = np.float32(attention_scaling(spec))
@@ -192,25 +194,21 @@ def _rotary_dim(config: ConfigFile, section: ConfigObject) -> int:
 
 def _llama3(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:
     """Long wavelengths divided by the factor, short ones kept, those between interpolated."""
-    assert spec.factor and spec.original_max_position_embeddings and spec.low_freq_factor and spec.high_freq_factor
-    factor, original = np.float32(spec.factor), np.float32(spec.original_max_position_embeddings)
-    low, high = spec.low_freq_factor, spec.high_freq_factor
-    longest = np.float32(spec.original_max_position_embeddings / low)
-    shortest = np.float32(spec.original_max_position_embeddings / high)
-    one = np.float32(1)
+    one, factor, original = np.float32(1), np.float32(_used(spec.factor)), _used(spec.original_max_position_embeddings)
+    low, high = _used(spec.low_freq_factor), _used(spec.high_freq_factor)
+    longest, shortest = np.float32(original / low), np.float32(original / high)
     # torch divides a scalar by a tensor as reciprocal times scalar; the difference cancels into `smooth` below.
     wavelength = one / plain * np.float32(2 * math.pi)
     scaled = np.where(wavelength > longest, plain / factor, plain)
-    smooth = (one / wavelength * original - np.float32(low)) / np.float32(high - low)
+    smooth = (one / wavelength * np.float32(original) - np.float32(low)) / np.float32(high - low)
     between = (one - smooth) * scaled / factor + smooth * scaled
     return np.where((wavelength >= shortest) & (wavelength <= longest), between, scaled)
 
 
 def _yarn(spec: RopeSpec, powers: np.ndarray) -> np.ndarray:
     """A ramp over the dimensions, from the plain frequencies (fast ones) to those divided by the factor."""
-    assert spec.factor and spec.original_max_position_embeddings and spec.beta_fast and spec.beta_slow
-    low = _correction_dim(spec, spec.beta_fast)
-    high = _correction_dim(spec, spec.beta_slow)
+    low = _correction_dim(spec, _used(spec.beta_fast))
+    high = _correction_dim(spec, _used(spec.beta_slow))
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
@@ -219,15 +217,20 @@ def _yarn(spec: RopeSpec, powers: np.ndarray) -> np.ndarray:
     steps = np.arange(spec.rotary_dim // 2, dtype=np.float32)
     ramp = np.clip((steps - np.float32(low)) / np.float32(high - low), 0, 1)
     kept = np.float32(1) - ramp
-    interpolated = np.float32(1) / (np.float32(spec.factor) * powers)
+    interpolated = np.float32(1) / (np.float32(_used(spec.factor)) * powers)
     return interpolated * (np.float32(1) - kept) + np.float32(1) / powers * kept
 
 
 def _correction_dim(spec: RopeSpec, rotations: float) -> float:
     """The dimension whose pair turns `rotations` times within the original length."""
-    assert spec.original_max_position_embeddings
-    turns = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
+    turns = _used(spec.original_max_position_embeddings) / (rotations * 2 * math.pi)
     return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
+
+
+def _used(value: float | None) -> float:
+    """A parameter that the spec's kind uses."""
+    assert value is not None
+    return value
 
 
 def _mscale(factor: float, mscale: float) -> float:

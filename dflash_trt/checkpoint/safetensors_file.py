@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_trt.checkpoint.config import LFS_POINTER, lfs_error
 from dflash_trt.errors import CheckpointError
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
         with file.open("rb") as stream:
             start = stream.read(len(LFS_POINTER))
             if start == LFS_POINTER:
-                mend = "Fetch the weights: `git lfs pull` in the checkpoint folder, or download them again"
-                raise CheckpointError("is a Git-LFS pointer, not the weights", where=str(file), mend=mend)
+                raise lfs_error(file)
             file_size = file.stat().st_size
             length = int.from_bytes(start[:8], "little")
             if len(start) < 8 or length > MAX_HEADER_BYTES or 8 + length > file_size:
@@ -76,15 +75,17 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
     return header, 8 + length, file_size
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _counts(value: Any) -> list[int] | None:
+    """The value if it is a list of non-negative integers, else None."""
+    if not isinstance(value, list):
+        return None
+    return value if all(type(item) is int and item >= 0 for item in value) else None
 
 
 def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
-    dtype, shape, offsets = (fields.get(key) if isinstance(fields, dict) else None for key in _FIELDS)
-    shaped = isinstance(shape, list) and all(_is_count(size) for size in shape)
-    placed = isinstance(offsets, list) and len(offsets) == 2 and all(_is_count(offset) for offset in offsets)
-    if not isinstance(dtype, str) or not shaped or not placed or offsets[0] > offsets[1]:
+    known = fields if isinstance(fields, dict) else {}
+    dtype, shape, offsets = known.get("dtype"), _counts(known.get("shape")), _counts(known.get("data_offsets"))
+    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"malformed header entry for tensor {name}: {json.dumps(fields)}", where=str(file))
     nbytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else nbytes
@@ -92,9 +93,6 @@ def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
         what = f"tensor {name} occupies {nbytes} bytes, but {dtype} {shape} needs {expected}"
         raise CheckpointError(what, where=str(file), mend="Download it again")
     return TensorEntry(name, dtype, tuple(shape), file, data_start + offsets[0], nbytes)
-
-
-_FIELDS = ("dtype", "shape", "data_offsets")
 
 
 def _check_tiling(file: Path, entries: list[TensorEntry], data_start: int, file_size: int) -> None:

@@ -56,16 +56,14 @@ def read_target(folder: Path | str) -> TargetCheckpoint:
         policies=_read_policies(config, family, fields["num_layers"]),
         qk_norm=family == "qwen3",
         mlp_bias=family == "llama" and bool(config.boolean("mlp_bias")),
-        dtype="float32",  # until the tensors are known to be there, below
+        dtype=main_dtype(tensors),
         tie_word_embeddings=bool(config.boolean("tie_word_embeddings")),
         eos_token_ids=_read_eos(path, config, fields["vocab_size"]),
         bos_token_id=_read_token_id(config, "bos_token_id", fields["vocab_size"]),
     )
     _check_lm_head(spec, tensors)
-    expected = expected_tensors(spec)
     ignored = rotary_buffers(spec.num_layers, "model.") | ({LM_HEAD} if spec.tie_word_embeddings else set())
-    check_tensors(tensors, expected, ignored)
-    spec = spec.model_copy(update={"dtype": main_dtype(tensors, expected)})
+    check_tensors(tensors, expected_tensors(spec), ignored)
     return TargetCheckpoint(spec, tensors, path)
 
 

@@ -77,6 +77,8 @@ class TensorFolder(Mapping[str, TensorEntry]):
                     what = f"tensor {entry.name} is in two files, {both}"
                     raise CheckpointError(what, where=str(path.parent), mend="Remove the stale file")
                 entries[entry.name] = entry
+        if not entries:
+            raise CheckpointError("holds no tensors", where=str(where or paths[0]), mend="Download it again")
         return cls(where or paths[0].parent, entries, paths)
 
     def names(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Tracing: a module on the meta device -> an ONNX graph that calls the custom operators.
 
-The module holds no weights: initialisers keep their names and shapes, and `export/weights.py` says where their bytes are.
+The module holds no weights: initialisers keep their names and shapes, `export/weights.py` says where their bytes are.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _STAIRCASE_ATTENTION = onnxscript.values.Op(
 )
 
 
-def _translate_kv_injection(
+def _translate_kv_injection(  # type: ignore[no-untyped-def]
     key, value, key_norm_weight, position_ids, cos, sin, write_start, key_cache, value_cache, eps
-):  # type: ignore[no-untyped-def]
+):
     return _KV_INJECTION(
         key, value, key_norm_weight, position_ids, cos, sin, write_start, key_cache, value_cache, eps=eps
     )
 
 
-def _translate_staircase_attention(
+def _translate_staircase_attention(  # type: ignore[no-untyped-def]
     query, key_cache, value_cache, context_len, visibility, sinks, position_ids, scale, sliding_window, causal, softcap
-):  # type: ignore[no-untyped-def]
+):
     return _STAIRCASE_ATTENTION(
         query, key_cache, value_cache, context_len, visibility, sinks, position_ids,
         scale=scale, sliding_window=sliding_window, causal=causal, softcap=softcap,
@@ -64,7 +64,8 @@ def _dynamic(spec: TensorSpec, dims: dict[str, torch.export.Dim]) -> dict[int, t
 def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
     """Exports `module` (on the meta device) to ONNX.
 
-    The model calls `dflash_trt::KVInjection` and `dflash_trt::StaircaseAttention`, without function bodies yet; its initialisers have names, dtypes and shapes but no data.
+    The model calls `dflash_trt::KVInjection` and `dflash_trt::StaircaseAttention`, without function bodies yet; its
+    initialisers have names, dtypes and shapes but no data.
 
     Raises:
         ExportError: the exported I/O is not the contract's.
@@ -74,15 +75,33 @@ def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
     dims = {name: torch.export.Dim(name, min=1) for name in _EXAMPLE_SIZES}
     named = tuple(_dynamic(spec, dims) for spec in graph.inputs)
     caches = tuple(_dynamic(spec, dims) for spec in graph.past())
+    try:
+        program = _export(module, inputs, outputs, (*named, caches))
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ExportError(f"torch {torch.__version__} cannot trace the module: {reason}", where=graph.role) from error
+    if program is None:
+        raise ExportError("torch.onnx.export returned no program", where=graph.role)
+    for value in program.model.graph.initializers.values():
+        raw = getattr(value.const_value, "raw", None)
+        if isinstance(raw, torch.Tensor) and raw.is_meta:
+            value.const_value = None
+    _check_io(program.model, graph)
+    return program.model
+
+
+def _export(
+    module: torch.nn.Module, inputs: list[TensorSpec], outputs: list[TensorSpec], dynamic_shapes: tuple[object, ...]
+) -> torch.onnx.ONNXProgram | None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-        program = torch.onnx.export(
+        return torch.onnx.export(
             module.eval(),
             tuple(_example(spec) for spec in inputs),
             input_names=[spec.name for spec in inputs],
             output_names=[spec.name for spec in outputs],
-            dynamic_shapes=(*named, caches),
+            dynamic_shapes=dynamic_shapes,
             opset_version=OPSET,
             dynamo=True,
             optimize=False,
@@ -92,16 +111,18 @@ def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
                 torch.ops.dflash_trt.staircase_attention.default: _translate_staircase_attention,
             },
         )
-    if program is None:
-        raise ExportError("torch.onnx.export returned no program", where=graph.role)
-    _check_io(program.model, graph)
-    return program.model
 
 
 def _check_io(model: ir.Model, graph: GraphSpec) -> None:
     """The exported I/O must be the contract's, dynamic dimensions included: tracing can specialise them silently."""
     expected = [*graph.inputs, *graph.past(), *graph.outputs, *graph.present()]
-    for spec, value in zip(expected, [*model.graph.inputs, *model.graph.outputs], strict=True):
+    exported = [*model.graph.inputs, *model.graph.outputs]
+    if len(exported) != len(expected):
+        raise ExportError(
+            f"exported with {len(exported)} inputs and outputs, the contract has {len(expected)}",
+            where=f"{graph.role} graph",
+        )
+    for spec, value in zip(expected, exported, strict=True):
         dims = () if value.shape is None else tuple(d if isinstance(d, int) else str(d.value) for d in value.shape)
         found = (value.name, str(value.dtype), dims)
         wanted = (spec.name, _ONNX_DTYPE_NAMES[spec.dtype], spec.shape)

@@ -41,12 +41,14 @@ class PlacedWeights:
     entries: dict[str, TensorEntry] = field(default_factory=dict)
 
     def bind(self, model: ir.Model) -> None:
-        """Points every initialiser of `model` at its bytes.
+        """Points every weight of `model` at its bytes.
 
         Raises:
             ExportError: an initialiser nobody placed, or one of another shape.
         """
         for name, value in model.graph.initializers.items():
+            if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor):
+                continue  # a small constant of the graph's own
             entry = self.entries.get(name)
             if entry is None:
                 raise ExportError("no tensor was placed for this initialiser", where=name)
@@ -108,7 +110,7 @@ def _place(
             {name: (wanted, tensors[name].shape) for name in to_convert},
             lambda name: _chunks(tensors, name, numpy_dtype, progress),
         )
-        entries.update({name: entry for name, entry in TensorFolder.from_files([path]).items()})
+        entries.update(TensorFolder.from_files([path]))
     return entries
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F
 
 from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
 from dflash_trt.modeling.layers import DecoderLayer, NewTokens, RMSNorm
@@ -18,10 +18,11 @@ class SharedTarget(nn.Module):
 
     def __init__(self, spec: TargetSpec) -> None:
         super().__init__()
-        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(spec.vocab_size, spec.hidden_size)})
+        embedding = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.model = nn.ModuleDict({"embed_tokens": embedding})
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
         if spec.tie_word_embeddings:
-            self.lm_head.weight = self.model["embed_tokens"].weight
+            self.lm_head.weight = embedding.weight
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model["embed_tokens"](ids)
@@ -77,6 +78,7 @@ class DFlashDrafter(nn.Module):
         x = self.target.embed(block_ids) * self.spec.input_embedding_scale
         new_caches = []
         for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
             key_cache, value_cache = layer.self_attn.inject(
                 context, context_positions, context_len, block, caches[2 * i], caches[2 * i + 1]
             )

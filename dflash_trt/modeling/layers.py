@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional as F
 
 from dflash_trt.checkpoint.spec import AttentionPolicy, DecoderSpec
 from dflash_trt.ops.kv_injection import kv_injection

@@ -41,7 +41,7 @@ class AttachFunctions(ir.passes.InPlacePass):
             overload = _overload(node)
             identifier = (DOMAIN, node.op_type, overload)
             if identifier not in model.functions:
-                model.functions[identifier] = ir.from_proto(_BODIES[node.op_type](overload))
+                model.functions[identifier] = ir.serde.deserialize_function(_BODIES[node.op_type](overload))
                 modified = True
             if node.overload != overload:
                 node.overload = overload

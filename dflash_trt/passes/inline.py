@@ -9,7 +9,7 @@ from dflash_trt.ops import DOMAIN
 
 
 class InlineFunctions(ir.passes.InPlacePass):
-    """Requires: a portable graph (every custom call has its body). Ensures: no node and no opset of the custom domain."""
+    """Requires: a portable graph (every custom call has its body). Ensures: no node of the custom domain."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         passes = ir.passes.Sequential(

@@ -7,23 +7,19 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from onnxscript.optimizer import FOLDED_FROM_KEY
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 
 _SMALL = 1024  # elements; what is folded is shapes and index lists
 
 
-def _may_fold(node: ir.Node) -> bool | None:
-    """Never fold a node that reads an initialiser: weights have no data here, and stay where they are on disk."""
-    if any(value is not None and value.is_initializer() for value in node.inputs):
-        return False
-    return None
-
-
 @contextlib.contextmanager
 def _weights_hidden(model: ir.Model) -> Iterator[None]:
-    """Takes the data of initialisers away for a while: folding would read them for shape inference."""
-    hidden = {value: value.const_value for value in model.graph.initializers.values()}
+    """Takes the data of weights away for a while: what has no data cannot be folded, nor read for shape inference."""
+    hidden = {
+        value: value.const_value
+        for value in model.graph.initializers.values()
+        if isinstance(value.const_value, ir.ExternalTensor)
+    }
     for value in hidden:
         value.const_value = None
     try:
@@ -38,16 +34,12 @@ class Simplify(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         passes = ir.passes.Sequential(
-            FoldConstantsPass(
-                shape_inference=True, input_size_limit=_SMALL, output_size_limit=_SMALL, should_fold=_may_fold
-            ),
+            FoldConstantsPass(shape_inference=True, input_size_limit=_SMALL, output_size_limit=_SMALL),
             common.IdentityEliminationPass(),
             common.CommonSubexpressionEliminationPass(),
             common.RemoveUnusedNodesPass(),
+            common.ClearMetadataAndDocStringPass(),  # the tracer's stack traces are most of the file
         )
         with _weights_hidden(model):
             modified = passes(model).modified
-        for node in model.graph.all_nodes():
-            for value in (node, *node.outputs):
-                value.metadata_props.pop(FOLDED_FROM_KEY, None)
         return ir.passes.PassResult(model, modified)

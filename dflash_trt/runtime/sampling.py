@@ -158,7 +158,7 @@ class Sampler:
 def _nucleus(weights: Weights, top_p: float) -> npt.NDArray[np.bool_]:
     """bool [M]: what top-p keeps: all but the smallest weights whose running sum stays within 1 - top_p.
 
-    The comparison is in float32, at whose resolution transformers makes it.
+    Probabilities and the comparison are rounded to float32, as transformers has them: it decides exact ties.
     """
     keep = np.ones(len(weights), dtype=np.bool_)
     total = weights.sum()
@@ -167,7 +167,8 @@ def _nucleus(weights: Weights, top_p: float) -> npt.NDArray[np.bool_]:
     keep[small] = False
     rest = np.flatnonzero(keep)
     order = rest[np.argsort(weights[rest], kind="stable")]
-    mass = (weights[small].sum() + np.cumsum(weights[order])) / total
+    probabilities = (weights[order] / total).astype(np.float32)
+    mass = weights[small].sum() / total + np.cumsum(probabilities, dtype=np.float64)
     keep[order[:-1]] = mass[:-1].astype(np.float32) > np.float32(1 - top_p)
     return keep
 

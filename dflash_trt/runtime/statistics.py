@@ -25,10 +25,10 @@ class GenerationStatistics:
     prefill yields belongs to no step. Without speculation each step proposes nothing and yields one token.
 
     Attributes:
-        acceptance_lengths: per step, tokens it yielded: accepted drafts + 1, the bonus token. A step counts in full,
-            also when a stop token or the length limit then cut its tail.
+        acceptance_lengths: per step, tokens it yielded: accepted drafts and the bonus token, less what a stop token or
+            the length limit cut off (as the authors' loop counts).
         proposed_drafts: drafted tokens put before the target: nodes of the verified trees, roots excluded.
-        accepted_drafts: those of them that were emitted.
+        accepted_drafts: those of them that were emitted, besides each step's last token.
         target_passes, draft_passes: forward passes of the target (prefill chunks included) and of the drafters.
         seconds: wall time by stage; "host" is what runs between passes (sampling, trees, text).
     """
@@ -40,21 +40,21 @@ class GenerationStatistics:
     draft_passes: int = 0
     seconds: dict[Stage, float] = field(default_factory=_no_seconds)
 
-    def record_step(self, *, proposed: int, accepted: int) -> None:
-        """Count one step that proposed and accepted so many drafts (bonus not among them).
+    def record_step(self, *, proposed: int, yielded: int) -> None:
+        """Count one step that proposed so many drafts and yielded so many tokens, the bonus token among them.
 
         Raises:
-            UsageError: not 0 <= accepted <= proposed.
+            UsageError: not 1 <= yielded <= proposed + 1.
         """
-        if not 0 <= accepted <= proposed:
+        if not 1 <= yielded <= proposed + 1:
             raise UsageError(
-                f"accepted {accepted} of {proposed} proposed drafts; it must be 0 <= accepted <= proposed",
+                f"{yielded} tokens of {proposed} proposed drafts; it must be 1 <= yielded <= proposed + 1",
                 where="GenerationStatistics.record_step",
-                mend="count drafts only: neither the root nor the bonus token",
+                mend="count the emitted tokens, the bonus included",
             )
-        self.acceptance_lengths.append(accepted + 1)
+        self.acceptance_lengths.append(yielded)
         self.proposed_drafts += proposed
-        self.accepted_drafts += accepted
+        self.accepted_drafts += yielded - 1
 
     @contextmanager
     def timed(self, stage: Stage) -> Iterator[None]:

@@ -1,0 +1,51 @@
+"""From the portable graph to what a backend loads; which backends there are, and what each takes."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import onnx_ir as ir
+
+from dflash_trt.checkpoint.spec import Dtype
+from dflash_trt.config import BackendName
+from dflash_trt.errors import BackendError
+from dflash_trt.passes.inline import InlineFunctions
+from dflash_trt.passes.simplify import Simplify
+
+# backend -> (the module it needs, precisions it runs, the one it takes unasked: None is the checkpoint's)
+_BACKENDS: dict[str, tuple[str, tuple[Dtype, ...], Dtype | None]] = {
+    "onnxruntime": ("onnxruntime", ("float32",), "float32"),
+    "torch": ("torch", ("float32", "float16", "bfloat16"), None),
+}
+
+
+def settle_precision(backend: BackendName, asked: Dtype | None, checkpoint: Dtype) -> Dtype:
+    """The precision a build uses.
+
+    Raises:
+        BackendError: a backend this version cannot lower to, that is not installed, or that cannot run the precision.
+    """
+    if backend not in _BACKENDS:
+        raise BackendError(
+            f"backend {backend} cannot be built for in this version",
+            where="--backend",
+            mend=f"Use one of {', '.join(_BACKENDS)}",
+        )
+    module, precisions, default = _BACKENDS[backend]
+    if importlib.util.find_spec(module) is None:
+        raise BackendError(f"{module} is not installed", where=f"--backend {backend}", mend=f"pip install {module}")
+    precision = asked or default or checkpoint
+    if precision not in precisions:
+        raise BackendError(
+            f"{backend} runs {', '.join(precisions)} on this machine, not {precision}",
+            where="--dtype",
+            mend=f"Build with --dtype {precisions[0]}, or for another backend",
+        )
+    return precision
+
+
+def lower_onnxruntime(model: ir.Model) -> ir.Model:
+    """Portable graph -> standard graph, in place."""
+    InlineFunctions()(model)
+    Simplify()(model)
+    return model

@@ -1,0 +1,270 @@
+"""The bundle: the folder a build writes and the runtime loads (design section 8).
+
+    bundle/
+      config.json          TensorRT-LLM's keys + "dflash_trt"
+      target/ drafter/     model.onnx and its external data
+      tokenizer/           the target's
+      report.json          what verification measured
+
+Every file but config.json is recorded with size and SHA-256; config.json carries a digest of itself, so that one
+changed byte anywhere is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+
+from dflash_trt import __version__
+from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
+from dflash_trt.config import BackendName
+from dflash_trt.errors import BundleError
+from dflash_trt.export.contract import GraphSpec
+from dflash_trt.runtime.limits import Limits
+
+FORMAT = 1
+CONFIG = "config.json"
+REPORT = "report.json"
+MODEL = "model.onnx"
+_NO_DIGEST = "0" * 64
+
+
+class FileRecord(Frozen):
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+class GraphRecord(Frozen):
+    """One graph of a bundle: its I/O, where it lies, and the safetensors files that hold its own weights."""
+
+    spec: GraphSpec
+    model: str | None
+    weights: tuple[str, ...]
+    parameters: int
+
+
+class BundleInfo(Frozen):
+    """The section "dflash_trt" of config.json: all the runtime needs to know."""
+
+    format: int
+    digest: str
+    system: Literal["dflash"]
+    roles: tuple[Literal["target", "drafter"], ...]
+    backend: BackendName
+    precision: Dtype
+    block_size: int
+    trained_block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    limits: Limits
+    target: TargetSpec
+    drafter: DrafterSpec
+    graphs: dict[str, GraphRecord]
+    tool_versions: dict[str, str]
+    compute_capability: str | None
+    files: dict[str, FileRecord]
+
+
+def tool_versions(names: tuple[str, ...] = ("torch", "onnx", "onnxscript", "onnxruntime")) -> dict[str, str]:
+    """Versions of this package, of Python's ML packages that shape a bundle, and nothing for those not installed."""
+    versions = {"dflash_trt": __version__}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Every file under `folder` but config.json; a file linked twice is read once."""
+    digests: dict[int, str] = {}
+    records = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() or name == CONFIG:
+            continue
+        stat = path.stat()
+        if stat.st_ino not in digests:
+            digests[stat.st_ino] = sha256(path)
+        records[name] = FileRecord(size=stat.st_size, sha256=digests[stat.st_ino])
+    return records
+
+
+def write_config(folder: Path, info: BundleInfo) -> None:
+    """Writes config.json, with the files as they are now and the digest of the text itself."""
+    info = info.model_copy(update={"digest": _NO_DIGEST, "files": record_files(folder)})
+    config = {**_tensorrt_llm_keys(info), "dflash_trt": info.model_dump(mode="json")}
+    text = json.dumps(config, indent=2) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (folder / CONFIG).write_text(text.replace(_NO_DIGEST, digest, 1), encoding="utf-8")
+
+
+def _tensorrt_llm_keys(info: BundleInfo) -> dict[str, Any]:
+    """The keys TensorRT-LLM's engine directories have, with its names."""
+    target, limits = info.target, info.limits
+    return {
+        "version": __version__,
+        "pretrained_config": {
+            "architecture": target.architecture,
+            "dtype": info.precision,
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_hidden_layers": target.num_layers,
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_size": target.head_dim,
+            "hidden_act": "silu",
+            "norm_epsilon": target.rms_norm_eps,
+            "position_embedding_type": "rope_gpt_neox",
+            "rotary_base": target.rope.theta,
+            "max_position_embeddings": target.max_position_embeddings,
+            "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        },
+        "build_config": {
+            "max_batch_size": limits.max_batch_size,
+            "max_input_len": limits.max_input_len,
+            "max_seq_len": limits.max_seq_len,
+            "max_num_tokens": limits.max_batch_size * max(limits.prefill_chunk, limits.block_size),
+            "max_draft_len": limits.block_size - 1,
+        },
+    }
+
+
+def read_info(folder: Path) -> BundleInfo:
+    """Reads config.json alone: digest, format and fields checked, files not.
+
+    Raises:
+        BundleError: no bundle, another format, or a damaged config.json.
+    """
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise BundleError("there is no such folder", where=str(folder), mend="Give the folder `build --output` wrote")
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text)
+    except FileNotFoundError as error:
+        raise BundleError(f"has no {CONFIG}, so it is not a bundle", where=str(folder)) from error
+    except (OSError, ValueError) as error:
+        raise BundleError(f"cannot be read: {error}", where=str(path), mend="Build the bundle again") from error
+    section = config.get("dflash_trt") if isinstance(config, dict) else None
+    if not isinstance(section, dict):
+        raise BundleError('has no section "dflash_trt", so the folder is not a bundle', where=str(path))
+    if section.get("format") != FORMAT:
+        versions = section.get("tool_versions")
+        built = versions.get("dflash_trt", "an unknown version") if isinstance(versions, dict) else "an unknown version"
+        raise BundleError(
+            f"bundle format {section.get('format')}, built with dflash-trt {built}; running {__version__} reads format "
+            f"{FORMAT}",
+            where=str(path),
+            mend="Upgrade dflash-trt, or build the bundle again",
+        )
+    digest = section.get("digest")
+    blanked = text.replace(digest, _NO_DIGEST, 1) if isinstance(digest, str) and len(digest) == 64 else ""
+    if hashlib.sha256(blanked.encode()).hexdigest() != digest:
+        raise BundleError("was changed after the build", where=str(path), mend="Build the bundle again")
+    try:
+        return BundleInfo.model_validate(section)
+    except pydantic.ValidationError as error:
+        raise BundleError(f"has unexpected fields: {error}", where=str(path), mend="Build the bundle again") from error
+
+
+def check_files(folder: Path, info: BundleInfo) -> None:
+    """Compares sizes, then hashes, of every recorded file.
+
+    Raises:
+        BundleError: a file is missing, has another size, or other bytes.
+    """
+    digests: dict[int, str] = {}
+    for name, record in info.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BundleError("is missing from the bundle", where=str(path), mend="Build the bundle again")
+        if path.stat().st_size != record.size:
+            raise BundleError(
+                f"has {path.stat().st_size} bytes, {record.size} were built", where=str(path), mend="Build it again"
+            )
+    for name, record in info.files.items():
+        path = folder / name
+        inode = path.stat().st_ino
+        if inode not in digests:
+            digests[inode] = sha256(path)
+        if digests[inode] != record.sha256:
+            raise BundleError(
+                f"was changed after the build (sha256 {digests[inode][:12]}..., built {record.sha256[:12]}...)",
+                where=str(path),
+                mend="Build the bundle again; its weight files may be hard links to the checkpoint: do not edit that",
+            )
+
+
+def is_bundle(folder: Path) -> bool:
+    """Whether the folder looks like a bundle, of whatever version."""
+    try:
+        return "dflash_trt" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+@contextmanager
+def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary sibling of `output` that becomes `output` when the block ends without an error.
+
+    Raises:
+        BundleError: `output` exists (and is not a bundle to replace, with `force`), or its folder cannot be written.
+    """
+    _check_output(output, force)
+    temporary = output.parent / f".{output.name}.{os.getpid()}.partial"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(output)
+        temporary.mkdir()
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise BundleError(what, where=str(output), mend="Choose another place") from error
+    try:
+        yield temporary
+        _check_output(output, force)
+        if output.exists():
+            replaced = temporary.with_suffix(".replaced")
+            output.rename(replaced)
+            temporary.rename(output)
+            shutil.rmtree(replaced)
+        else:
+            temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_output(output: Path, force: bool) -> None:
+    if not output.exists() and not output.is_symlink():
+        return
+    if not force:
+        raise BundleError("exists already", where=str(output), mend="Choose another place, or replace it with --force")
+    if not is_bundle(output):
+        raise BundleError("is not a bundle: --force does not replace it", where=str(output), mend="Remove it yourself")
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Removes what killed builds of this output left behind."""
+    for partial in output.parent.glob(f".{output.name}.*.partial"):
+        process = partial.name.removesuffix(".partial").rsplit(".", 1)[-1]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,44 @@
+"""`dflash-trt build`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+_DIR = click.Path(path_type=Path)
+
+
+@click.command("build")
+@click.option("--target", type=_DIR, help="Target checkpoint (Hugging Face folder).")
+@click.option("--drafter", type=_DIR, help="Drafter checkpoint.")
+@click.option("--vp-drafter", type=_DIR, help="Variable-prefix drafter checkpoint (D2SD).")
+@click.option("--output", type=_DIR, help="Bundle to write.")
+@click.option(
+    "--backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]), help="[default: onnxruntime]"
+)
+@click.option("--config", type=_DIR, help="YAML file of build options; options on the line win.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: the backend's]")
+@click.option("--max-batch-size", type=int, help="Sequences decoded at once.  [default: 1]")
+@click.option("--max-seq-len", type=int, help="Prompt and output, in tokens.  [default: 2048, or what was trained]")
+@click.option("--max-input-len", type=int, help="Prompt, in tokens.  [default: max-seq-len - 1]")
+@click.option("--block-size", type=int, help="Anchor and drafts.  [default: as trained]")
+@click.option("--branches", type=int, help="Branches per step (D2SD).")
+@click.option("--dump-ir", type=_DIR, help="Write the graph after each stage to this folder.")
+@click.option("--no-verify", "verify", flag_value=False, default=None, help="Skip the verification.")
+@click.option("--force", is_flag=True, default=None, help="Replace an existing bundle.")
+def command(config: Path | None, **options: Any) -> None:
+    """Compile a target and a drafter into a bundle.
+
+    Nothing appears at the output path before the bundle is complete and has passed its verification.
+    """
+    from dflash_trt.config import BuildConfig
+
+    settings = BuildConfig.from_options(config, **options)
+
+    from dflash_trt.cli.tables import print_build
+    from dflash_trt.pipeline import build
+    from dflash_trt.progress import RichProgress
+
+    print_build(build(settings, RichProgress()))

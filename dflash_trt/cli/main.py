@@ -1,0 +1,75 @@
+"""`dflash-trt`: results go to stdout, progress and messages to stderr.
+
+Exit codes: 0 fine, 1 a check failed, 2 bad usage or bad input (one message; `--debug` adds the traceback).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+
+import click
+
+from dflash_trt import __version__
+from dflash_trt.errors import DflashError
+
+COMMANDS = {
+    "build": "Compile a target and a drafter into a bundle.",
+    "run": "Generate text with a bundle.",
+    "inspect": "Show what a checkpoint, a graph or a bundle is.",
+    "verify": "Check a bundle's numbers, losslessness and acceptance.",
+    "doctor": "Show what this machine can build and run.",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module only when it is needed: `--help` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"dflash_trt.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dflash-trt")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error; may stand anywhere on the line.")
+def cli(debug: bool) -> None:
+    """Lossless speculative decoding with block-diffusion drafters, compiled."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: runs a command and turns errors into one message and an exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        code = cli.main(args, prog_name="dflash-trt", standalone_mode=False) or 0
+    except click.exceptions.Abort:
+        code = 130
+        click.echo("interrupted", err=True)
+    except click.ClickException as error:
+        code = error.exit_code
+        error.show()
+    except DflashError as error:
+        code = error.exit_code
+        _report(f"error: {error.message()}", debug)
+    except OSError as error:
+        code = 2
+        place = f"{error.filename}: " if error.filename else ""
+        _report(f"error: {place}{error.strerror or error}", debug)
+    sys.exit(code)
+
+
+def _report(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    click.echo(message, err=True)

@@ -1,0 +1,136 @@
+"""`dflash-trt run`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dflash_trt.errors import RequestError, UsageError
+
+if TYPE_CHECKING:
+    from dflash_trt.runtime.engine import Engine, Generation
+
+
+@click.command("run")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("--prompt", help="The prompt; without it and --prompt-file it is read from stdin.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, UTF-8, taken as it is.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0 is off.")
+@click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass; 1 is off.")
+@click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the top probability.")
+@click.option("--repetition-penalty", type=float, default=1.0, help="As in transformers; 1 is off.")
+@click.option("--presence-penalty", type=float, default=0.0, help="Subtracted for tokens in the output.")
+@click.option("--frequency-penalty", type=float, default=0.0, help="Subtracted per occurrence in the output.")
+@click.option("--seed", type=int, help="Repeats a sampled output.")
+@click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens.")
+@click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
+@click.option("--chat/--no-chat", default=False, show_default=True, help="Put the prompt into the chat template.")
+@click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 lets the backend choose.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    bundle: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    speculation: bool,
+    chat: bool,
+    threads: int,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Generate text with a bundle. The text goes to stdout as it is generated, the figures to stderr."""
+    from dflash_trt.runtime.sampling import SamplingParams
+
+    SamplingParams(**sampling)  # refuse a bad value before the bundle is read
+    text = _prompt(prompt, prompt_file)
+
+    from dflash_trt.loading import load_engine
+
+    engine = load_engine(bundle, threads=threads)
+    tokens = _encode(engine, text, chat)
+    started = time.perf_counter()
+    generation = None
+    for event in engine.generate(tokens, stream=True, speculation=speculation, **sampling):
+        generation = event.generation
+        if not as_json:
+            click.echo(event.text, nl=False)
+            sys.stdout.flush()
+    assert generation is not None
+    seconds = time.perf_counter() - started
+    if as_json:
+        click.echo(json.dumps(_result(generation, seconds)))
+    else:
+        click.echo()
+        click.echo(_figures(generation, seconds, speculation), err=True)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from whichever place it was given."""
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file were both given", mend="Give one of them")
+    if prompt is not None:
+        text = prompt
+    elif prompt_file is not None:
+        text = _utf8(prompt_file.read_bytes(), str(prompt_file))
+    elif sys.stdin.isatty():
+        raise UsageError("there is no prompt", mend="Give --prompt, --prompt-file, or pipe it to stdin")
+    else:
+        text = _utf8(sys.stdin.buffer.read(), "stdin")
+    if not text:
+        raise RequestError("is empty", where="prompt", mend="Give some text")
+    return text
+
+
+def _utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"is not valid UTF-8 (byte {error.start})", where=where, mend="Convert it to UTF-8"
+        ) from error
+
+
+def _encode(engine: Engine, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return engine.tokenizer.encode(text)
+    rendered = engine.tokenizer.apply_chat([{"role": "user", "content": text}])
+    return engine.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def _result(generation: Generation, seconds: float) -> dict[str, Any]:
+    """The object of --json; tokens per second count the whole generation, prefill included."""
+    statistics = generation.statistics
+    return {
+        "text": generation.text,
+        "token_ids": generation.token_ids,
+        "acceptance_lengths": statistics.acceptance_lengths,
+        "mean_acceptance_length": statistics.mean_acceptance_length,
+        "acceptance_rate": statistics.acceptance_rate,
+        "tokens_per_second": len(generation.token_ids) / seconds,
+        "finish_reason": generation.finish_reason,
+        "prompt_tokens": len(generation.prompt_token_ids),
+        "seed": generation.seed,
+        "statistics": statistics.to_dict(),
+    }
+
+
+def _figures(generation: Generation, seconds: float, speculation: bool) -> str:
+    statistics = generation.statistics
+    parts = [
+        f"{len(generation.token_ids)} tokens ({generation.finish_reason})",
+        f"{len(generation.token_ids) / seconds:.1f} tokens/s",
+    ]
+    if not speculation:
+        parts.append("token by token")
+    elif statistics.mean_acceptance_length is not None:
+        parts.append(f"mean acceptance length {statistics.mean_acceptance_length:.2f}")
+    if statistics.acceptance_rate is not None:
+        parts.append(f"acceptance rate {statistics.acceptance_rate:.2f}")
+    return "; ".join(parts)

@@ -1,0 +1,107 @@
+"""`BuildConfig`: everything a build needs, from a YAML file, from options, or both (options win)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import yaml
+
+from dflash_trt.checkpoint.spec import DecoderSpec, Dtype, Frozen
+from dflash_trt.errors import PairError, UsageError
+
+BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]
+_PATHS = ("target", "drafter", "vp_drafter", "output", "dump_ir")
+
+
+class Expectation(Frozen):
+    """Spec fields a configuration was written for, e.g. `{hidden_size: 4096, taps: [1, 9, 17, 25, 33]}`."""
+
+    target: dict[str, Any] = pydantic.Field(default_factory=dict)
+    drafter: dict[str, Any] = pydantic.Field(default_factory=dict)
+
+
+class BuildConfig(Frozen):
+    """Options of `dflash-trt build`.
+
+    Attributes:
+        target, drafter, vp_drafter: checkpoint folders.
+        output: the bundle to write.
+        dtype: of weights, caches and compute; None takes the backend's own (float32 for ONNX Runtime's CPU, else the
+            target checkpoint's).
+        max_seq_len: prompt and output together, in tokens; None is 2048, or what both models were trained for if less.
+        max_input_len: prompt; None is max_seq_len - 1.
+        block_size: anchor and drafts; None is the drafter's trained block.
+        prefill_chunk: prompt tokens per target pass.
+        branches: of D2SD; needs vp_drafter.
+        dump_ir: folder for each stage's graph.
+        verify: check numbers, losslessness and tau before the bundle appears.
+        force: replace an existing bundle.
+        expect: what the checkpoints must be like.
+    """
+
+    target: Path
+    drafter: Path
+    vp_drafter: Path | None = None
+    output: Path
+    backend: BackendName = "onnxruntime"
+    dtype: Dtype | None = None
+    max_batch_size: int = pydantic.Field(default=1, ge=1)
+    max_seq_len: int | None = pydantic.Field(default=None, ge=2)
+    max_input_len: int | None = pydantic.Field(default=None, ge=1)
+    block_size: int | None = pydantic.Field(default=None, ge=2)
+    prefill_chunk: int = pydantic.Field(default=256, ge=1)
+    branches: int | None = pydantic.Field(default=None, ge=0)
+    dump_ir: Path | None = None
+    verify: bool = True
+    force: bool = False
+    expect: Expectation = Expectation()
+
+    @classmethod
+    def from_options(cls, config: Path | str | None = None, **options: Any) -> BuildConfig:
+        """Reads `config` (YAML; its paths are relative to its folder) and lays the options that are not None over it.
+
+        Raises:
+            UsageError: an unknown field, a value out of range, or a required one missing.
+        """
+        values = _read_yaml(Path(config)) if config is not None else {}
+        values.update({name: value for name, value in options.items() if value is not None})
+        try:
+            return cls.model_validate(values)
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            where = f"{config}, {name}" if config is not None else name
+            given = "" if first["type"] == "missing" else f" (given: {first['input']!r})"
+            raise UsageError(
+                f"{first['msg']}{given}", where=where, mend=f"Fields: {', '.join(cls.model_fields)}"
+            ) from error
+
+    def check_expected(self, target: DecoderSpec, drafter: DecoderSpec) -> None:
+        """Raises PairError where a checkpoint differs from what the configuration expects."""
+        for role, spec in (("target", target), ("drafter", drafter)):
+            for name, wanted in getattr(self.expect, role).items():
+                found = getattr(spec, name, None)
+                found = list(found) if isinstance(found, tuple) else found
+                if found != wanted:
+                    raise PairError(
+                        f"{role} has {name} = {found}, the configuration was written for {wanted}",
+                        where=str(getattr(self, role)),
+                        mend="Give the checkpoint the configuration names, or another configuration",
+                    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"is not valid YAML: {error}", where=str(path)) from error
+    if not isinstance(values, dict):
+        raise UsageError("must be a mapping of build options", where=str(path))
+    return {
+        name: path.parent / value if name in _PATHS and isinstance(value, str) else value
+        for name, value in values.items()
+    }

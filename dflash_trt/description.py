@@ -1,0 +1,101 @@
+"""What a path holds: a checkpoint, a graph or a bundle, as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from dflash_trt.bundle import CONFIG, is_bundle, read_info
+from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
+from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.errors import CheckpointError, UsageError
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Describes a checkpoint folder, an ONNX file or a bundle; "kind" says which.
+
+    Raises:
+        UsageError: none of the three. CheckpointError, BundleError: one of them, but damaged.
+    """
+    if path.is_file() and path.suffix == ".onnx":
+        return _graph(path)
+    if not path.is_dir():
+        raise UsageError(
+            "is neither a folder nor an .onnx file",
+            where=str(path),
+            mend="Give a checkpoint folder, a bundle or a graph",
+        )
+    if is_bundle(path):
+        return _bundle(path)
+    if (path / CONFIG).is_file():
+        return _checkpoint(path)
+    raise UsageError(f"has no {CONFIG}: neither a checkpoint nor a bundle", where=str(path))
+
+
+def _bundle(path: Path) -> dict[str, Any]:
+    info = read_info(path)
+    return {"kind": "bundle", "path": str(path), **info.model_dump(mode="json")}
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    """Drafters are told from targets by their tensors."""
+    from dflash_trt.checkpoint import drafter, target
+
+    tensors = TensorFolder.open(path)
+    spec: TargetSpec | DrafterSpec
+    if "model.embed_tokens.weight" in tensors:
+        kind, spec = "target checkpoint", target.read_target(path).spec
+        parameters = target.parameter_count(spec)
+    elif "fc.weight" in tensors or "hidden_norm.weight" in tensors:
+        kind, spec = "drafter checkpoint", drafter.read_drafter(path).spec
+        parameters = drafter.parameter_count(spec)
+    else:
+        raise CheckpointError(
+            "holds neither a target (model.embed_tokens.weight) nor a drafter (fc.weight, hidden_norm.weight)",
+            where=str(path),
+        )
+    return {
+        "kind": kind,
+        "path": str(path),
+        **spec.model_dump(mode="json"),
+        "tensors": len(tensors),
+        "parameters": parameters,
+        "bytes": sum(entry.nbytes for entry in tensors.values()),
+        "files": [file.name for file in tensors.files()],
+    }
+
+
+def _graph(path: Path) -> dict[str, Any]:
+    import onnx_ir as ir
+
+    try:
+        model = ir.load(path)
+    except Exception as error:  # protobuf and onnx-ir raise different classes for a file that is no model
+        raise UsageError(f"cannot be read as ONNX: {error}", where=str(path)) from error
+
+    def values(items: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": value.name,
+                "dtype": str(value.dtype),
+                "shape": [d if isinstance(d, int) else str(d.value) for d in value.shape or ()],
+            }
+            for value in items
+        ]
+
+    external: Counter[str] = Counter()
+    for value in model.graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            external[str(value.const_value.location)] += value.const_value.nbytes
+    return {
+        "kind": "graph",
+        "path": str(path),
+        "opsets": dict(model.opset_imports),
+        "inputs": values(model.graph.inputs),
+        "outputs": values(model.graph.outputs),
+        "operators": dict(Counter(f"{n.domain}::{n.op_type}" if n.domain else n.op_type for n in model.graph)),
+        "functions": ["::".join(part for part in identifier if part) for identifier in model.functions],
+        "initializers": len(model.graph.initializers),
+        "external_bytes": dict(external),
+    }

@@ -1,0 +1,95 @@
+"""Opening a bundle: checks first, then sessions, then an `Engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_trt import __version__
+from dflash_trt.backends.base import Session
+from dflash_trt.bundle import BundleInfo, check_files, read_info, tool_versions
+from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.errors import BackendError, BundleError
+from dflash_trt.runtime.engine import Engine
+from dflash_trt.runtime.text import Tokenizer
+
+
+def load_engine(folder: Path, *, threads: int = 0) -> Engine:
+    """Opens the bundle in `folder`.
+
+    Raises:
+        BundleError: missing, damaged, or from another version. BackendError: its backend cannot run here.
+    """
+    info = open_info(folder)
+    sessions = {role: open_session(folder, info, role, threads=threads) for role in info.roles}
+    return Engine(
+        sessions["target"],
+        sessions["drafter"],
+        Tokenizer(folder / "tokenizer"),
+        info.limits,
+        mask_token_id=info.mask_token_id,
+        eos_token_ids=info.target.eos_token_ids,
+        vocab_size=info.target.vocab_size,
+    )
+
+
+def open_info(folder: Path) -> BundleInfo:
+    """Reads and checks everything that can be checked before a backend is touched."""
+    info = read_info(folder)
+    _check_versions(folder, info)
+    check_files(folder, info)
+    return info
+
+
+def _check_versions(folder: Path, info: BundleInfo) -> None:
+    """A bundle from a newer dflash-trt, or for a newer ONNX Runtime than runs here, is refused in plain words."""
+    running = tool_versions()
+    names = ("dflash_trt", "onnxruntime") if info.backend == "onnxruntime" else ("dflash_trt",)
+    for name in names:
+        built = info.tool_versions.get(name)
+        if built is not None and name in running and _release(built) > _release(running[name]):
+            raise BundleError(
+                f"built with {name} {built}, running {running[name]}",
+                where=str(folder),
+                mend=f"Upgrade {name}, or build the bundle again with dflash-trt {__version__}",
+            )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor version: "1.32.0+cpu" -> (1, 32)."""
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int(part) if part.isdigit() else 0 for part in parts)
+
+
+def open_session(folder: Path, info: BundleInfo, role: str, *, threads: int = 0) -> Session:
+    """Opens one graph of a bundle with the backend it was built for."""
+    record = info.graphs[role]
+    if info.backend == "onnxruntime":
+        from dflash_trt.backends.onnxruntime import OrtSession
+
+        assert record.model is not None
+        return OrtSession(folder / record.model, record.spec, threads=threads)
+    if info.backend == "torch":
+        return reference_session(folder, info, role, threads=threads)
+    raise BackendError(f"backend {info.backend} cannot run in this version", where=str(folder))
+
+
+def reference_session(folder: Path, info: BundleInfo, role: str, *, threads: int = 0) -> Session:
+    """The same graph in the torch reference, from the bundle's own weights."""
+    import torch
+
+    from dflash_trt.backends.torch import TorchSession
+    from dflash_trt.modeling.load import load_drafter, load_target
+
+    if threads:
+        torch.set_num_threads(threads)
+    positions, dtype = info.limits.capacity, info.precision
+    target = _weights(folder, info, "target")
+    if role == "target":
+        return TorchSession(load_target(info.target, info.taps, target, positions, dtype), info.graphs[role].spec)
+    own = _weights(folder, info, role)
+    drafter = load_drafter(info.drafter, own, info.target, target, positions, dtype)
+    return TorchSession(drafter, info.graphs[role].spec)
+
+
+def _weights(folder: Path, info: BundleInfo, role: str) -> TensorFolder:
+    return TensorFolder.from_files([folder / name for name in info.graphs[role].weights])

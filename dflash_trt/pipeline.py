@@ -1,0 +1,258 @@
+"""The compilation, stage by stage: checkpoints -> traced modules -> portable graphs -> lowered graphs -> bundle."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from dflash_trt.backends.lowering import lower_onnxruntime, settle_precision
+from dflash_trt.bundle import (
+    FORMAT,
+    MODEL,
+    REPORT,
+    BundleInfo,
+    GraphRecord,
+    atomic_output,
+    tool_versions,
+    write_config,
+)
+from dflash_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
+from dflash_trt.checkpoint.pair import check_pair
+from dflash_trt.checkpoint.rope import rope_tables
+from dflash_trt.checkpoint.spec import Dtype, RopeSpec
+from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
+from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.config import BuildConfig
+from dflash_trt.errors import CheckFailed, UsageError
+from dflash_trt.evaluation.verify import VerifyReport, verify_folder
+from dflash_trt.export.contract import GraphSpec, drafter_graph, target_graph
+from dflash_trt.export.trace import trace
+from dflash_trt.export.weights import TABLES, TARGET_PREFIX, PlacedWeights, place_drafter, place_target
+from dflash_trt.modeling.load import meta_drafter, meta_target
+from dflash_trt.passes.attach_functions import AttachFunctions
+from dflash_trt.progress import Progress, SilentProgress
+from dflash_trt.runtime.limits import Limits
+
+DEFAULT_SEQ_LEN = 2048
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class GraphSummary:
+    """One line of the table a build ends with."""
+
+    role: str
+    parameters: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What was built. `report` is None with `verify=False`."""
+
+    output: Path
+    info: BundleInfo
+    graphs: tuple[GraphSummary, ...]
+    report: VerifyReport | None
+
+
+def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
+    """Builds a bundle.
+
+    Raises:
+        DflashError: bad input (nothing is written). CheckFailed: the verification said no (nothing is written either).
+    """
+    progress = progress or SilentProgress()
+
+    # 1. Read and check the checkpoints, and settle every size before anything is written.
+    _refuse_unsupported(config)
+    target, drafter = read_target(config.target), read_drafter(config.drafter)
+    config.check_expected(target.spec, drafter.spec)
+    block_size = check_pair(target, drafter, config.block_size)
+    precision = settle_precision(config.backend, config.dtype, target.spec.dtype)
+    limits = _limits(config, target, drafter, block_size)
+
+    with atomic_output(config.output, force=config.force) as folder:
+        # 2. Lay out the weights: linked where the dtype fits, converted once where it does not.
+        placed = _place_weights(folder, target, drafter, precision, limits.capacity, progress)
+
+        # 3. Trace each module without its weights, bind them, lower the graph.
+        graphs = {
+            "target": target_graph(target.spec, len(drafter.spec.taps), precision),
+            "drafter": drafter_graph(drafter.spec, precision),
+        }
+        modules = {
+            "target": lambda: meta_target(target.spec, drafter.spec.taps, limits.capacity, precision),
+            "drafter": lambda: meta_drafter(drafter.spec, target.spec, limits.capacity, precision),
+        }
+        records, summaries = {}, []
+        for role, graph in graphs.items():
+            started = time.perf_counter()
+            model = None
+            if config.backend == "onnxruntime":
+                with progress.stage(f"Exporting the {role} graph"):
+                    model = export_graph(modules[role](), graph, placed[role], folder / role, config.dump_ir)
+            records[role] = _record(folder, role, graph, placed[role], model)
+            size = sum(path.stat().st_size for path in (folder / role).iterdir())
+            summaries.append(GraphSummary(role, records[role].parameters, size, time.perf_counter() - started))
+
+        # 4. Tokenizer and config.json.
+        _copy_tokenizer(target.path, folder / "tokenizer")
+        info = BundleInfo(
+            format=FORMAT,
+            digest="",
+            system=drafter.spec.system,
+            roles=("target", "drafter"),
+            backend=config.backend,
+            precision=precision,
+            block_size=block_size,
+            trained_block_size=drafter.spec.block_size,
+            mask_token_id=drafter.spec.mask_token_id,
+            taps=drafter.spec.taps,
+            limits=limits,
+            target=target.spec,
+            drafter=drafter.spec,
+            graphs=records,
+            tool_versions=tool_versions(),
+            compute_capability=None,
+            files={},
+        )
+        with progress.stage("Hashing"):
+            write_config(folder, info)
+
+        # 5. Verify what was written, before it appears at the output path.
+        report = None
+        if config.verify:
+            report = verify_folder(folder, progress)
+            (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
+            if not report.passed:
+                raise CheckFailed(
+                    f"the built bundle failed its verification: {report.failures()}",
+                    where=str(config.output),
+                    mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
+                )
+            write_config(folder, info)
+    return BuildResult(config.output, info, tuple(summaries), report)
+
+
+def export_graph(
+    module: torch.nn.Module, graph: GraphSpec, weights: PlacedWeights, folder: Path, dump: Path | None
+) -> Path:
+    """Trace -> portable graph -> standard graph, saved as model.onnx beside its weights; returns the file."""
+    model = trace(module, graph)
+    _dump(model, weights, dump, f"{graph.role}.0-traced.onnx")
+    AttachFunctions()(model)
+    _dump(model, weights, dump, f"{graph.role}.1-portable.onnx")
+    lower_onnxruntime(model)
+    _dump(model, weights, dump, f"{graph.role}.2-standard.onnx")
+    weights.bind(model)
+    ir.save(model, folder / MODEL)
+    return folder / MODEL
+
+
+def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, name: str) -> None:
+    """Writes one stage's graph; its external data names files of the bundle folder."""
+    if dump is None:
+        return
+    dump.mkdir(parents=True, exist_ok=True)
+    weights.bind(model)
+    ir.save(model, dump / name)
+
+
+def _refuse_unsupported(config: BuildConfig) -> None:
+    if config.vp_drafter is not None:
+        raise UsageError("D2SD bundles cannot be built in this version", where="--vp-drafter", mend="Leave it out")
+    if config.branches is not None:
+        raise UsageError("branches need a VP drafter (D2SD)", where="--branches", mend="Leave it out")
+
+
+def _limits(config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size: int) -> Limits:
+    trained = {role: c.spec.max_position_embeddings for role, c in (("target", target), ("drafter", drafter))}
+    max_seq_len = config.max_seq_len or min(DEFAULT_SEQ_LEN, *trained.values())
+    for role, longest in trained.items():
+        if max_seq_len > longest:
+            raise UsageError(
+                f"{max_seq_len} exceeds the {role}'s max_position_embeddings {longest}",
+                where="--max-seq-len",
+                mend=f"Use at most {longest}",
+            )
+    max_input_len = config.max_input_len or max_seq_len - 1
+    if max_input_len >= max_seq_len:
+        raise UsageError(
+            f"{max_input_len} must be below max_seq_len {max_seq_len}: a prompt needs room for a token",
+            where="--max-input-len",
+        )
+    return Limits(
+        max_batch_size=config.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_input_len=max_input_len,
+        block_size=block_size,
+        prefill_chunk=min(config.prefill_chunk, max_input_len),
+    )
+
+
+def _place_weights(
+    folder: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    precision: Dtype,
+    positions: int,
+    progress: Progress,
+) -> dict[str, PlacedWeights]:
+    for role in ("target", "drafter"):
+        (folder / role).mkdir()
+    total = sum(entry.nbytes for tensors in (target.tensors, drafter.tensors) for entry in tensors.values())
+    with progress.stage("Placing weights", total) as advance:
+        placed_target = place_target(
+            target.tensors, _tables(target.spec.rope, positions), precision, folder / "target", advance
+        )
+        placed_drafter = place_drafter(
+            drafter.tensors,
+            _tables(drafter.spec.rope, positions),
+            placed_target,
+            precision,
+            folder / "drafter",
+            advance,
+        )
+    return {"target": placed_target, "drafter": placed_drafter}
+
+
+def _tables(rope: RopeSpec, positions: int) -> dict[str, np.ndarray]:
+    cos, sin = rope_tables(rope, positions)
+    return {"rope_cos": cos, "rope_sin": sin}
+
+
+def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, model: Path | None) -> GraphRecord:
+    own = {
+        entry.file: None
+        for name, entry in weights.entries.items()
+        if entry.file.name != TABLES and not name.startswith(TARGET_PREFIX)
+    }
+    entries = TensorFolder.from_files(list(own))
+    return GraphRecord(
+        spec=graph,
+        model=None if model is None else model.relative_to(folder).as_posix(),
+        weights=tuple(file.relative_to(folder).as_posix() for file in own),
+        parameters=sum(math.prod(entry.shape) for entry in entries.values()),
+    )
+
+
+def _copy_tokenizer(source: Path, destination: Path) -> None:
+    if not (source / "tokenizer.json").is_file():
+        raise UsageError(
+            "has no tokenizer.json",
+            where=str(source),
+            mend="Save it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    destination.mkdir()
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)

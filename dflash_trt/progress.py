@@ -1,0 +1,45 @@
+"""Progress of long work: stages with an optional size, reported on stderr by the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+Advance = Callable[[int], None]
+
+
+class Progress(Protocol):
+    """Something that shows stages."""
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]:
+        """A stage of work; the function it gives is called with what was done, in units of `total`."""
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        yield lambda amount: None
+
+
+class RichProgress:
+    """A bar with rate and estimate per stage, on stderr."""
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda amount: bar.advance(task, amount)
+            bar.update(task, completed=total or 1, total=total or 1)
