@@ -102,9 +102,7 @@ def read_rope(config: ConfigFile) -> RopeSpec:
 
 def inv_freq(spec: RopeSpec) -> np.ndarray:
     """Angle per position of each pair of components: float32 [rotary_dim / 2]."""
-    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
-    # float64 powers rounded to float32: the correctly rounded value of what torch computes in float32.
-    powers = np.power(np.float64(np.float32(spec.theta)), exponents.astype(np.float64)).astype(np.float32)
+    powers = _powers(spec)
     plain: np.ndarray = np.float32(1) / powers
     if spec.kind == "linear":
         return plain / np.float32(spec.factor)
@@ -190,6 +188,16 @@ def _rotary_dim(config: ConfigFile, section: ConfigObject) -> int:
         what = f"{rotary_dim} rotary dimensions of a head of {head_dim}, but must be even and within the head"
         raise CheckpointError(what, where=str(config.path), mend="See head_dim and partial_rotary_factor")
     return rotary_dim
+
+
+def _powers(spec: RopeSpec) -> np.ndarray:
+    """theta ** (2 i / rotary_dim): float32 [rotary_dim / 2].
+
+    In float64, rounded once; torch computes the same in float32 and may be one unit in the last place off.
+    """
+    exponents = np.arange(0, spec.rotary_dim, 2, dtype=np.float32) / np.float32(spec.rotary_dim)
+    powers: np.ndarray = np.power(np.float64(np.float32(spec.theta)), exponents.astype(np.float64)).astype(np.float32)
+    return powers
 
 
 def _llama3(spec: RopeSpec, plain: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
     initialisers have names, dtypes and shapes but no data.
 
     Raises:
-        ExportError: the exported I/O is not the contract's.
+        ExportError: torch cannot trace the module with these inputs, or the exported I/O is not the contract's.
     """
     inputs = [*graph.inputs, *graph.past()]
     outputs = [*graph.outputs, *graph.present()]

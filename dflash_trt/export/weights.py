@@ -25,6 +25,7 @@ CONVERTED = "weights.safetensors"
 SHARED = "shared.safetensors"
 TABLES = "tables.safetensors"
 TARGET_PREFIX = "target."
+_RESERVED = (CONVERTED, SHARED, TABLES)
 
 _SAFETENSORS_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _IR_DTYPE = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
@@ -44,7 +45,7 @@ class PlacedWeights:
         """Points every weight of `model` at its bytes.
 
         Raises:
-            ExportError: an initialiser nobody placed, or one of another shape.
+            ExportError: an initialiser nobody placed, or one of another shape or dtype.
         """
         for name, value in model.graph.initializers.items():
             if value.const_value is not None and not isinstance(value.const_value, ir.ExternalTensor):
@@ -55,6 +56,8 @@ class PlacedWeights:
             shape = () if value.shape is None else tuple(value.shape.numpy())
             if shape != entry.shape:
                 raise ExportError(f"placed tensor has shape {entry.shape}, the graph {shape}", where=name)
+            if value.dtype != _IR_DTYPE[entry.dtype]:
+                raise ExportError(f"placed tensor is {entry.dtype}, the graph has {value.dtype}", where=name)
             value.const_value = ir.ExternalTensor(
                 location=entry.file.name,
                 offset=entry.offset,
@@ -99,6 +102,9 @@ def _place(
         if entry.dtype != wanted:
             to_convert.append(name)
             continue
+        if entry.file.name in _RESERVED or entry.file.name.startswith(TARGET_PREFIX):
+            mend = "Rename the file, in the shard index too"
+            raise ExportError("the bundle has a file of its own by this name", where=str(entry.file), mend=mend)
         link(entry.file, folder / entry.file.name)
         entries[name] = _moved(entry, folder / entry.file.name)
         progress(entry.nbytes)

@@ -80,6 +80,9 @@ def _kv_injection(
 
 @_kv_injection.register_fake
 def _(key, value, key_norm_weight, position_ids, cos, sin, write_start, key_cache, value_cache, eps):  # type: ignore[no-untyped-def]
+    heads, dim = key_cache.shape[1], key_cache.shape[3]
+    if key.shape[2:] != (heads, dim) or value.shape[2:] != (heads, dim):
+        raise ValueError(f"keys {tuple(key.shape)} do not fit a cache of {heads} heads of size {dim}")
     return torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 

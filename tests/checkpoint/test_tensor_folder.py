@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_trt.checkpoint.safetensors_file import read_entries
@@ -248,6 +248,7 @@ def test_explicit_list_may_not_be_empty() -> None:
         TensorFolder.from_files([])
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_read_or_raise_checkpoint_error(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
