@@ -12,6 +12,7 @@ changed byte anywhere is noticed.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -108,13 +109,14 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     return records
 
 
-def write_config(folder: Path, info: BundleInfo) -> None:
-    """Writes config.json, with the files as they are now and the digest of the text itself."""
+def write_config(folder: Path, info: BundleInfo) -> BundleInfo:
+    """Writes config.json, with the files as they are now and the digest of the text itself; returns what it holds."""
     info = info.model_copy(update={"digest": _NO_DIGEST, "files": record_files(folder)})
     config = {**_tensorrt_llm_keys(info), "dflash_trt": info.model_dump(mode="json")}
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    (folder / CONFIG).write_text(text.replace(_NO_DIGEST, digest, 1), encoding="utf-8")
+    (folder / CONFIG).write_bytes(text.replace(_NO_DIGEST, digest, 1).encode())
+    return info.model_copy(update={"digest": digest})
 
 
 def _tensorrt_llm_keys(info: BundleInfo) -> dict[str, Any]:
@@ -159,21 +161,19 @@ def read_info(folder: Path) -> BundleInfo:
     if not folder.is_dir():
         raise BundleError("there is no such folder", where=str(folder), mend="Give the folder `build --output` wrote")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")  # not read_text: it would hide a changed line end from the digest
         config = json.loads(text)
     except FileNotFoundError as error:
         raise BundleError(f"has no {CONFIG}, so it is not a bundle", where=str(folder)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"cannot be read: {error}", where=str(path), mend="Build the bundle again") from error
     section = config.get("dflash_trt") if isinstance(config, dict) else None
     if not isinstance(section, dict):
         raise BundleError('has no section "dflash_trt", so the folder is not a bundle', where=str(path))
     if section.get("format") != FORMAT:
-        versions = section.get("tool_versions")
-        built = versions.get("dflash_trt", "an unknown version") if isinstance(versions, dict) else "an unknown version"
         raise BundleError(
-            f"bundle format {section.get('format')}, built with dflash-trt {built}; running {__version__} reads format "
-            f"{FORMAT}",
+            f"bundle format {section.get('format')}, {_built_with(section)}; "
+            f"running {__version__}, which reads format {FORMAT}",
             where=str(path),
             mend="Upgrade dflash-trt, or build the bundle again",
         )
@@ -184,7 +184,19 @@ def read_info(folder: Path) -> BundleInfo:
     try:
         return BundleInfo.model_validate(section)
     except pydantic.ValidationError as error:
-        raise BundleError(f"has unexpected fields: {error}", where=str(path), mend="Build the bundle again") from error
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise BundleError(
+            f"{field}: {first['msg']} ({_built_with(section)}, running {__version__})",
+            where=str(path),
+            mend="Build the bundle again",
+        ) from error
+
+
+def _built_with(section: dict[str, Any]) -> str:
+    versions = section.get("tool_versions")
+    built = versions.get("dflash_trt") if isinstance(versions, dict) else None
+    return f"built with dflash-trt {built or 'of an unknown version'}"
 
 
 def check_files(folder: Path, info: BundleInfo) -> None:
@@ -218,9 +230,10 @@ def check_files(folder: Path, info: BundleInfo) -> None:
 def is_bundle(folder: Path) -> bool:
     """Whether the folder looks like a bundle, of whatever version."""
     try:
-        return "dflash_trt" in json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return False
+    return isinstance(config, dict) and isinstance(config.get("dflash_trt"), dict)
 
 
 @contextmanager
@@ -230,11 +243,11 @@ def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         BundleError: `output` exists (and is not a bundle to replace, with `force`), or its folder cannot be written.
     """
+    _clear_abandoned(output)
     _check_output(output, force)
     temporary = output.parent / f".{output.name}.{os.getpid()}.partial"
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(output)
         temporary.mkdir()
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
@@ -243,10 +256,7 @@ def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
         yield temporary
         _check_output(output, force)
         if output.exists():
-            replaced = temporary.with_suffix(".replaced")
-            output.rename(replaced)
-            temporary.rename(output)
-            shutil.rmtree(replaced)
+            _replace(output, temporary)
         else:
             temporary.rename(output)
     finally:
@@ -262,9 +272,46 @@ def _check_output(output: Path, force: bool) -> None:
         raise BundleError("is not a bundle: --force does not replace it", where=str(output), mend="Remove it yourself")
 
 
-def _remove_abandoned(output: Path) -> None:
-    """Removes what killed builds of this output left behind."""
-    for partial in output.parent.glob(f".{output.name}.*.partial"):
-        process = partial.name.removesuffix(".partial").rsplit(".", 1)[-1]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(partial, ignore_errors=True)
+def _replace(output: Path, temporary: Path) -> None:
+    """Puts `temporary` in the place of `output`; a kill between the renames is undone by the next build's clearing."""
+    replaced = temporary.with_suffix(".replaced")
+    try:
+        output.rename(replaced)
+        temporary.rename(output)
+    except BaseException:
+        if not output.exists():
+            replaced.rename(output)
+        raise
+    _remove(replaced)
+
+
+def _clear_abandoned(output: Path) -> None:
+    """Removes what killed builds of this output left behind, and puts back a bundle one of them had set aside."""
+    for left in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.*")):
+        process, kind = left.name.removeprefix(f".{output.name}.").split(".", 1)
+        if not process.isdigit() or kind not in ("partial", "replaced") or _is_running(int(process)):
+            continue
+        if kind == "replaced" and not output.exists():
+            left.rename(output)
+        else:
+            _remove(left)
+
+
+def _is_running(process: int) -> bool:
+    """Whether another process has this id; our own does not count: in containers a killed build often had it too."""
+    if os.name != "posix" or process == os.getpid():
+        return process != os.getpid()
+    try:
+        os.kill(process, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

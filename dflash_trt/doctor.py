@@ -55,8 +55,9 @@ def _gpus() -> list[dict[str, str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode != 0:
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
         return []
     rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines()]
     return [dict(zip(("name", "compute_capability", "driver"), row, strict=True)) for row in rows if len(row) == 3]

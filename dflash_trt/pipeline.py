@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +79,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     block_size = check_pair(target, drafter, config.block_size)
     precision = settle_precision(config.backend, config.dtype, target.spec.dtype)
     limits = _limits(config, target, drafter, block_size)
+    tokenizer = _tokenizer_files(target.path)
 
     with atomic_output(config.output, force=config.force) as folder:
         # 2. Lay out the weights: linked where the dtype fits, converted once where it does not.
@@ -105,7 +106,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             summaries.append(GraphSummary(role, records[role].parameters, size, time.perf_counter() - started))
 
         # 4. Tokenizer and config.json.
-        _copy_tokenizer(target.path, folder / "tokenizer")
+        (folder / "tokenizer").mkdir()
+        for file in tokenizer:
+            shutil.copyfile(file, folder / "tokenizer" / file.name)
         info = BundleInfo(
             format=FORMAT,
             digest="",
@@ -126,12 +129,12 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             files={},
         )
         with progress.stage("Hashing"):
-            write_config(folder, info)
+            info = write_config(folder, info)
 
         # 5. Verify what was written, before it appears at the output path.
         report = None
         if config.verify:
-            report = verify_folder(folder, progress)
+            report = replace(verify_folder(folder, progress), bundle=config.output.name)
             (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
             if not report.passed:
                 raise CheckFailed(
@@ -139,7 +142,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
-            write_config(folder, info)
+            info = write_config(folder, info)
     return BuildResult(config.output, info, tuple(summaries), report)
 
 
@@ -172,6 +175,9 @@ def _refuse_unsupported(config: BuildConfig) -> None:
         raise UsageError("D2SD bundles cannot be built in this version", where="--vp-drafter", mend="Leave it out")
     if config.branches is not None:
         raise UsageError("branches need a VP drafter (D2SD)", where="--branches", mend="Leave it out")
+    output = config.output.absolute()
+    if config.dump_ir is not None and output in (config.dump_ir.absolute(), *config.dump_ir.absolute().parents):
+        raise UsageError(f"{config.dump_ir} lies in the bundle", where="--dump-ir", mend="Choose another place")
 
 
 def _limits(config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size: int) -> Limits:
@@ -245,14 +251,11 @@ def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, m
     )
 
 
-def _copy_tokenizer(source: Path, destination: Path) -> None:
+def _tokenizer_files(source: Path) -> list[Path]:
     if not (source / "tokenizer.json").is_file():
         raise UsageError(
             "has no tokenizer.json",
             where=str(source),
             mend="Save it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
-    destination.mkdir()
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

@@ -1,9 +1,8 @@
 """Train the tiny target and DFlash drafter in ``examples/tiny`` on the Python standard library, on two CPU cores.
 
-    python examples/train_tiny.py --work DIR [STAGE...]
-
-Stages run in order: tokenizer, target, data, dflash, export, measure. Each leaves its result in DIR and is skipped
-when that result exists; training also checkpoints every few minutes, so killing and rerunning continues.
+Stages run in order: tokenizer, target, data, dflash, export, measure. Each leaves its result in the work directory
+and the costly ones are skipped when that result exists; training also checkpoints every few minutes, so killing and
+rerunning continues.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ DATA_BATCHES, DATA_BATCH, DATA_LENGTH = 24, 128, 320
 DATA_PROMPT = (48, 192)
 DATA_SAMPLED, DATA_TEMPERATURE = 0.3, (0.8, 1.0)
 
+# The last block is not tapped: Transformers hands its output out only after the final norm.
 DFLASH = dict(
     architectures=["DFlashDraftModel"], num_hidden_layers=2, layer_types=["full_attention"] * 2, block_size=8,
     num_target_layers=TARGET["num_hidden_layers"],
-    # Not the last block: Transformers hands its output out only after the final norm.
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[1, 2, 3, 4]), **SIZES,
 )
 DFLASH_FIT = dict(steps=2000, lr=2e-3, warmup=80, cosine=2000, cooldown=1, weight_decay=0.01, every=200)
@@ -331,7 +330,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 }
 
 
-@click.command(help=__doc__)
+@click.command(help=__doc__, epilog="Example: python examples/train_tiny.py --work DIR")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Checkpoints and intermediate results.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "tiny", show_default=True,
               help="Where the export stage writes target/, dflash/ and heldout.jsonl.")

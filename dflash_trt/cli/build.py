@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,13 @@ def command(config: Path | None, **options: Any) -> None:
     from dflash_trt.pipeline import build
     from dflash_trt.progress import RichProgress
 
+    _clean_up_when_terminated()
     print_build(build(settings, RichProgress()))
+
+
+def _clean_up_when_terminated() -> None:
+    """Makes SIGTERM and SIGHUP what Ctrl-C is, unless the caller has them ignored (nohup)."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)

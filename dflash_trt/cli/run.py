@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -48,6 +49,8 @@ def command(
     """Generate text with a bundle. The text goes to stdout as it is generated, the figures to stderr."""
     from dflash_trt.runtime.sampling import SamplingParams
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as the prompt is, whatever the locale
     SamplingParams(**sampling)  # refuse a bad value before the bundle is read
     text = _prompt(prompt, prompt_file)
 
@@ -79,7 +82,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         text = prompt
     elif prompt_file is not None:
         text = _utf8(prompt_file.read_bytes(), str(prompt_file))
-    elif sys.stdin.isatty():
+    elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("there is no prompt", mend="Give --prompt, --prompt-file, or pipe it to stdin")
     else:
         text = _utf8(sys.stdin.buffer.read(), "stdin")

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dflash_trt.evaluation.verify import VerifyReport
 from dflash_trt.pipeline import BuildResult
@@ -33,7 +34,7 @@ def print_report(report: VerifyReport) -> None:
         table.add_column(name, overflow="fold")
     for check in report.checks:
         measured = ", ".join(f"{name} {_short(value)}" for name, value in check.measured.items()) or check.reason
-        table.add_row(check.name, f"[{_STATUS[check.status]}]{check.status}[/]", measured, check.limit)
+        table.add_row(check.name, Text(check.status, style=_STATUS[check.status]), measured, check.limit)
     _console().print(table)
 
 
@@ -64,7 +65,7 @@ def print_doctor(findings: dict[str, Any]) -> None:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=False)
+    return Console(soft_wrap=False, markup=False, emoji=False)  # a path may hold "[x]" or ":x:"
 
 
 def _short(value: Any) -> str:

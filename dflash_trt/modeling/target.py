@@ -24,7 +24,9 @@ class TargetModel(nn.Module):
 
     Args:
         spec: the target.
-        taps: ids of the layers whose output is a context feature, in the drafter's order.
+        taps: ids of the layers whose output is a context feature, in the drafter's order: the residual stream after
+            decoder block l, except that the last block's is taken after the final norm, as in transformers'
+            `hidden_states[l + 1]`.
         cos, sin: rotary tables, float32 [max_pos, D/2].
     """
 
@@ -56,7 +58,9 @@ class TargetModel(nn.Module):
         states, new_caches = [], []
         for i, layer in enumerate(self.model.layers):
             x, key_cache, value_cache = layer(x, tokens, caches[2 * i], caches[2 * i + 1])
-            states.append(x)
+            # transformers' hidden_states[l + 1], which drafters are trained on, is normed for the last layer
+            last = i == len(self.model.layers) - 1
+            states.append(self.model.norm(x) if last and i in self.taps else x)
             new_caches += [key_cache, value_cache]
         wanted = x.gather(1, logit_rows[:, :, None].expand(-1, -1, x.shape[-1]))
         logits = self.lm_head(self.model.norm(wanted)).float()

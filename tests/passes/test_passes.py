@@ -1,0 +1,218 @@
+"""Each pass: what it ensures, that it changes no output, and that a second run changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from export.small_pair import Graph, Kind, assert_same, copy_model, model_bytes, run_passes, small_pair
+
+from dflash_trt.backends.onnxruntime import OrtSession
+from dflash_trt.errors import ExportError
+from dflash_trt.ops import DOMAIN, OPSET, VERSION, staircase_attention
+from dflash_trt.passes.attach_functions import AttachFunctions
+from dflash_trt.passes.inline import InlineFunctions
+from dflash_trt.passes.simplify import Simplify
+
+VOCAB = 320
+ROLES = ("target", "drafter")
+# what the design names: anything else of theirs would not be in place, or not be one kernel
+FUSED = {"Attention", "TensorScatter", "RMSNormalization", "RotaryEmbedding"}
+
+
+@pytest.fixture(params=ROLES)
+def graph(request: pytest.FixtureRequest) -> Graph:
+    return small_pair().graph(request.param)
+
+
+def run(model: ir.Model, graph: Graph, tmp_path: Path) -> list[dict]:
+    """Outputs of a model whose weights lie in the graph's folder."""
+    file = graph.folder / f"{tmp_path.name}.onnx"
+    ir.save(model, file)
+    try:
+        return run_passes(OrtSession(file, graph.spec, threads=1), VOCAB)
+    finally:
+        file.unlink()
+
+
+# --- AttachFunctions ---
+
+
+def test_attach_gives_every_call_a_body(graph: Graph) -> None:
+    model = copy_model(graph.traced)
+    assert AttachFunctions()(model).modified
+    calls = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
+    assert calls
+    for node in calls:
+        function = model.functions[node.op_identifier()]
+        assert [value.name for value in function.inputs][: len(node.inputs)]
+        assert len(function.inputs) == len(node.inputs)
+        assert set(node.attributes) == set(function.attributes)
+    # a windowed and a full layer
+    overloads = {node.overload for node in calls if node.op_type == staircase_attention.NAME}
+    assert overloads == {"", "window"}
+    assert model.opset_imports == {"": OPSET, DOMAIN: VERSION}
+
+
+def test_attach_is_idempotent(graph: Graph) -> None:
+    model = copy_model(graph.traced)
+    AttachFunctions()(model)
+    before = model_bytes(model)
+    assert not AttachFunctions()(model).modified
+    assert model_bytes(model) == before
+
+
+def test_attach_leaves_out_the_norm_of_llama() -> None:
+    graph = small_pair(Kind(family="llama", tie=False, windows=False, stored="bfloat16")).target
+    keys = {key[1:] for key in graph.portable().functions if key[0] == DOMAIN}
+    assert keys == {("KVInjection", "no_norm"), ("StaircaseAttention", "")}
+
+
+def test_attach_refuses_an_operator_without_a_body(graph: Graph) -> None:
+    model = copy_model(graph.traced)
+    next(node for node in model.graph.all_nodes() if node.domain == DOMAIN).op_type = "Unheard"
+    with pytest.raises(ExportError, match="Unheard"):
+        AttachFunctions()(model)
+
+
+# --- InlineFunctions ---
+
+
+def test_inline_leaves_standard_operators_only(graph: Graph) -> None:
+    model = graph.portable()
+    assert InlineFunctions()(model).modified
+    for node in model.graph.all_nodes():
+        assert node.domain == ""
+        assert node.overload == ""
+        assert not onnx.defs.get_schema(node.op_type, OPSET, "").deprecated
+    assert {node.op_type for node in model.graph.all_nodes()} >= FUSED
+    assert not model.functions
+    assert model.opset_imports == {"": OPSET}
+
+
+def test_inline_keeps_io_and_weights(graph: Graph) -> None:
+    portable, inlined = graph.portable(), graph.inlined()
+    for ours, theirs in (
+        (portable.graph.inputs, inlined.graph.inputs),
+        (portable.graph.outputs, inlined.graph.outputs),
+    ):
+        assert [(v.name, v.dtype, v.shape) for v in ours] == [(v.name, v.dtype, v.shape) for v in theirs]
+    assert list(portable.graph.initializers) == list(inlined.graph.initializers)
+
+
+def test_inline_is_idempotent(graph: Graph) -> None:
+    model = graph.inlined()
+    before = model_bytes(model)
+    assert not InlineFunctions()(model).modified
+    assert model_bytes(model) == before
+
+
+def test_inline_refuses_calls_without_bodies(graph: Graph) -> None:
+    with pytest.raises(ir.passes.PostconditionError, match="custom nodes left"):
+        InlineFunctions()(copy_model(graph.traced))
+
+
+def test_inline_changes_no_output(graph: Graph, tmp_path: Path) -> None:
+    assert_same(run(graph.inlined(), graph, tmp_path), run(graph.portable(), graph, tmp_path), 1e-6)
+
+
+# --- Simplify ---
+
+
+def test_simplify_changes_no_output(graph: Graph, tmp_path: Path) -> None:
+    plain, simple = graph.inlined(), graph.inlined()
+    assert Simplify()(simple).modified
+    assert len(list(simple.graph.all_nodes())) < len(list(plain.graph.all_nodes()))
+    assert_same(run(simple, graph, tmp_path), run(plain, graph, tmp_path), 1e-6)
+
+
+def test_simplify_works_on_the_portable_graph(graph: Graph, tmp_path: Path) -> None:
+    simple = graph.portable()
+    Simplify()(simple)
+    assert [node for node in simple.graph.all_nodes() if node.domain == DOMAIN]
+    assert_same(run(simple, graph, tmp_path), run(graph.portable(), graph, tmp_path), 1e-6)
+
+
+def test_simplify_is_idempotent(graph: Graph) -> None:
+    model = graph.inlined()
+    Simplify()(model)
+    before = model_bytes(model)
+    assert not Simplify()(model).modified
+    assert model_bytes(model) == before
+
+
+def assert_weights_untouched(model: ir.Model, before: dict[str, ir.TensorProtocol | None]) -> None:
+    """The very objects that were there, and nothing new that could be a folded weight."""
+    after = {name: value.const_value for name, value in model.graph.initializers.items()}
+    for name, tensor in before.items():
+        if name in after:  # what nothing uses may go
+            assert after[name] is tensor
+    added = [model.graph.initializers[name] for name in after.keys() - before.keys()]
+    constants = [node.attributes["value"].as_tensor() for node in model.graph if "value" in node.attributes]
+    for tensor in [value.const_value for value in added] + constants:
+        assert tensor is not None
+        assert tensor.size <= 8 or not np.issubdtype(tensor.numpy().dtype, np.floating)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_simplify_never_folds_weights(graph: Graph, dtype: str) -> None:
+    """Nor the casts to float32 that a half-precision graph applies to norm weights."""
+    if dtype == "float16":
+        pytest.importorskip("onnx_ir")
+    model = graph.inlined()
+    if dtype == "float16":
+        casts = _cast_every_norm(model)
+    before = {name: value.const_value for name, value in model.graph.initializers.items()}
+    used = {name for name, value in model.graph.initializers.items() if value.uses()}
+    Simplify()(model)
+    assert_weights_untouched(model, before)
+    assert used <= set(model.graph.initializers)
+    if dtype == "float16":
+        left = [node for node in model.graph if node.op_type == "Cast" and node.inputs[0].is_initializer()]
+        assert len(left) == casts
+
+
+def _cast_every_norm(model: ir.Model) -> int:
+    """Puts a cast to float64 and back behind each norm weight; returns how many nodes read a weight by a cast."""
+    norms = [value for name, value in model.graph.initializers.items() if "norm" in name and value.uses()]
+    for value in norms:
+        user = value.uses()[0].node
+        there = ir.node("Cast", [value], {"to": ir.DataType.DOUBLE.value})
+        back = ir.node("Cast", there.outputs, {"to": ir.DataType.FLOAT.value})
+        model.graph.insert_before(user, [there, back])
+        ir.convenience.replace_all_uses_with(value, back.outputs[0])
+        there.replace_input_with(0, value)
+    return len(norms)
+
+
+def test_simplify_reads_no_weight(graph: Graph) -> None:
+    """It runs where the files are not there at all."""
+    model = graph.inlined()
+    for name, value in model.graph.initializers.items():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = ir.ExternalTensor(
+                location="missing", offset=0, length=1, dtype=value.dtype, shape=value.shape, name=name, base_dir="/nowhere"
+            )
+    Simplify()(model)
+
+
+def test_simplify_leaves_no_notes_behind(graph: Graph) -> None:
+    model = graph.inlined()
+    Simplify()(model)
+    for node in model.graph.all_nodes():
+        for value in (node, *node.outputs):
+            assert not [key for key in value.metadata_props if "folded" in key.lower()]
+
+
+def test_simplify_keeps_dimensions_dynamic(graph: Graph) -> None:
+    model = graph.inlined()
+    Simplify()(model)
+    plain = graph.inlined()
+    for ours, theirs in (
+        (model.graph.inputs, plain.graph.inputs),
+        (model.graph.outputs, plain.graph.outputs),
+    ):
+        assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [(v.name, v.dtype, str(v.shape)) for v in theirs]
