@@ -43,11 +43,11 @@ SIZES = dict(
     bos_token_id=None, eos_token_id=VOCAB - 2, pad_token_id=VOCAB - 2,
 )
 TARGET = dict(architectures=["Qwen3ForCausalLM"], num_hidden_layers=6, **SIZES)
-TARGET_FIT = dict(steps=2400, lr=3e-3, warmup=160, cosine=4000, cooldown=1000, weight_decay=0.1, every=200)
+TARGET_FIT = dict(steps=2000, lr=3e-3, warmup=160, cosine=4000, cooldown=700, weight_decay=0.1, every=200)
 TARGET_BATCH, TARGET_LENGTH = 8, 512
 
-DATA_BATCHES, DATA_BATCH, DATA_LENGTH = 24, 128, 320
-DATA_PROMPT = (48, 192)
+DATA_BATCHES, DATA_BATCH, DATA_LENGTH = 16, 128, 256
+DATA_PROMPT = (48, 128)
 DATA_SAMPLED, DATA_TEMPERATURE = 0.3, (0.8, 1.0)
 
 # The last block is not tapped: Transformers hands its output out only after the final norm.
@@ -56,7 +56,7 @@ DFLASH = dict(
     num_target_layers=TARGET["num_hidden_layers"],
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[1, 2, 3, 4]), **SIZES,
 )
-DFLASH_FIT = dict(steps=2000, lr=2e-3, warmup=80, cosine=2000, cooldown=1, weight_decay=0.01, every=200)
+DFLASH_FIT = dict(steps=1600, lr=2e-3, warmup=64, cosine=1600, cooldown=1, weight_decay=0.01, every=200)
 DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 48, 4.0
 
 HELD_OUT_PROMPTS, HELD_OUT_TOKENS = 64, (48, 96)

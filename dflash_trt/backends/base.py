@@ -22,6 +22,10 @@ class Cache(Protocol):
     batch: int
     capacity: int
 
+    @property
+    def buffers(self) -> Sequence[Array]:
+        """Key and value of layer 0, of layer 1, ..."""
+
     def row(self, index: int) -> Cache:
         """A cache of batch 1 that shares the memory of one row."""
 

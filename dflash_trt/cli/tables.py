@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dflash_trt.evaluation.verify import VerifyReport
-from dflash_trt.pipeline import BuildResult
+if TYPE_CHECKING:  # doctor and inspect must work where torch does not
+    from dflash_trt.evaluation.verify import VerifyReport
+    from dflash_trt.pipeline import BuildResult
 
 _STATUS = {"passed": "green", "failed": "red", "not run": "yellow"}
 

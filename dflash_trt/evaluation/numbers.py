@@ -13,6 +13,7 @@ from dflash_trt.bundle import BundleInfo
 
 RELATIVE_ERROR = 1e-3
 AGREEMENT = 0.995
+CACHES = "present_key_*, present_value_*"
 _SEED = 20260206
 
 
@@ -27,17 +28,21 @@ class OutputComparison:
 
 
 def compare_graphs(info: BundleInfo, role: str, session: Session, reference: Session) -> Iterator[OutputComparison]:
-    """Three passes over growing caches (a chunk, one token, a block); yields a comparison for every output."""
+    """Three passes over growing caches (a chunk, one token, a block); yields a comparison for every output.
+
+    The caches are compared as they are after the last pass, all layers in one comparison.
+    """
     outputs = [spec.name for spec in info.graphs[role].spec.outputs]
-    found: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
-    wanted: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in (*outputs, CACHES)}
+    wanted: dict[str, list[np.ndarray]] = {name: [] for name in (*outputs, CACHES)}
     for results, runner in ((found, session), (wanted, reference)):
         cache = runner.new_cache(1, runner.capacity_for(64, info.limits.capacity))
         passes = _target_passes(info) if role == "target" else _drafter_passes(info)
         for inputs in passes:
             for name, value in runner.run(inputs, outputs, cache).items():
                 results[name].append(_float_or_int(value))
-    for name in outputs:
+        results[CACHES] = [_float_or_int(buffer) for buffer in cache.buffers]
+    for name in found:
         yield _compare(name, found[name], wanted[name])
 
 

@@ -82,6 +82,7 @@ def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
         raise ExportError(f"torch {torch.__version__} cannot trace the module: {reason}", where=graph.role) from error
     if program is None:
         raise ExportError("torch.onnx.export returned no program", where=graph.role)
+    _check_ranges(program, graph)
     for value in program.model.graph.initializers.values():
         raw = getattr(value.const_value, "raw", None)
         if isinstance(raw, torch.Tensor) and raw.is_meta:
@@ -111,6 +112,18 @@ def _export(
                 torch.ops.dflash_trt.staircase_attention.default: _translate_staircase_attention,
             },
         )
+
+
+def _check_ranges(program: torch.onnx.ONNXProgram, graph: GraphSpec) -> None:
+    """A module that branches on a length is traced along one branch, and only these ranges say so."""
+    assert program.exported_program is not None
+    for allowed in program.exported_program.range_constraints.values():
+        if allowed.lower > 1 or allowed.upper < 1 << 31:
+            raise ExportError(
+                f"tracing narrowed a dynamic dimension to {allowed.lower}..{allowed.upper}",
+                where=f"{graph.role} graph",
+                mend="This is a fault of the module: it must not branch on lengths",
+            )
 
 
 def _check_io(model: ir.Model, graph: GraphSpec) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from export.small_pair import Graph, assert_same, random_inputs, run_passes, small_pair
@@ -72,7 +73,7 @@ def test_features_go_from_session_to_session(backend: str) -> None:
     features = target.run(inputs, ["context_features"], target.new_cache(1, 12))["context_features"]
     drafting = random_inputs(drafter.graph, 1, 0, VOCAB, 1, 4)
     outs = []
-    for given in (features, np.array(features), features[:, :]):
+    for given in (features, np.asarray(features), features[:, :]):
         cache = drafter.new_cache(1, 12)
         outs.append(drafter.run(drafting | {"context_features": given}, ["logits"], cache)["logits"])
     np.testing.assert_array_equal(outs[0], outs[1])
@@ -119,10 +120,8 @@ def test_caches_are_updated_where_they_are(backend: str, role: str) -> None:
         assert (now[:, :, 3:5] != then[:, :, 3:5]).all()
 
 
-def cache_copies(graph: Graph, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> int:
+def cache_copies(graph: Graph, capfd: pytest.CaptureFixture[str]) -> int:
     """How many caches ONNX Runtime copies in one pass: its TensorScatter logs when it cannot work in place."""
-    import onnxruntime
-
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 2
@@ -137,13 +136,13 @@ def cache_copies(graph: Graph, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     return capfd.readouterr().err.count("in-place optimization not activated")
 
 
-def test_the_target_copies_no_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cache_copies(small_pair().target, tmp_path, capfd) == 0
+def test_the_target_copies_no_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cache_copies(small_pair().target, capfd) == 0
 
 
 @pytest.mark.xfail(strict=True, reason="two injections in a row into one cache: ONNX Runtime copies it for each")
-def test_the_drafter_copies_no_cache(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cache_copies(small_pair().drafter, tmp_path, capfd) == 0
+def test_the_drafter_copies_no_cache(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cache_copies(small_pair().drafter, capfd) == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def convert_file(file: Path, dtype: str, keep: tuple[str, ...] = ()) -> None:
     save_file(changed, file, metadata={"format": "pt"})
 
 
-@lru_cache(maxsize=None)
+@cache
 def small_pair(kind: Kind = Kind()) -> SmallPair:
     """Built once per process and kind; treat it as read-only."""
     _KEPT.append(tempfile.TemporaryDirectory())

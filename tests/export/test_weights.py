@@ -192,7 +192,9 @@ def test_a_checkpoint_of_symbolic_links(tmp_path: Path) -> None:
     assert inode(file) == inode(blob)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "shared.safetensors", "tables.safetensors", "target.x.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "shared.safetensors", "tables.safetensors", "target.x.safetensors"]
+)
 def test_a_shard_named_like_a_file_of_the_bundle_is_refused(tmp_path: Path, name: str) -> None:
     """It would silently be taken for the bundle's own."""
     tensors = {EMBEDDING: np.ones((4, 2), np.float32)}

@@ -21,7 +21,7 @@ def target_pass(
     depth: np.ndarray | None = None,
     logit_rows: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """One pass over ids [B, Q] after context_len [B] tokens: a chain unless visibility and depth [B, Q] say otherwise."""
+    """One pass over ids [B, Q] after context_len [B] tokens: a chain, unless visibility and depth [B, Q] say more."""
     batch, queries = ids.shape
     every = np.broadcast_to(np.arange(queries), (batch, queries))
     inputs = {

@@ -141,9 +141,7 @@ def test_a_batch_with_different_feature_lengths(tmp_path: Path, variant: str) ->
         out = draft_pass(pair.session, cache, features, np.array(lengths), start, block)
         start = start + lengths
         for row, length in enumerate(lengths):
-            logits = pair.expected(
-                features[row : row + 1, :length], block[row : row + 1], int(start[row]), theirs[row]
-            )
+            logits = pair.expected(features[row : row + 1, :length], block[row : row + 1], int(start[row]), theirs[row])
             np.testing.assert_allclose(out["logits"][row], logits, rtol=1e-4, atol=1e-4)
 
 

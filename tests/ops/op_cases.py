@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -318,7 +318,7 @@ _RANKS = {
 }  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def attention_model(
     overload: str, scale: float, sliding_window: int, causal: int, softcap: float, dtype: str
 ) -> onnx.ModelProto:
@@ -332,7 +332,7 @@ def attention_model(
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def injection_model(norm: bool, eps: float, dtype: str) -> onnx.ModelProto:
     overload = kv_injection.overload(norm)
     function = kv_injection.function_body(overload)
@@ -347,12 +347,12 @@ def ort_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _attention_session(*args: Any) -> onnxruntime.InferenceSession:
     return ort_session(attention_model(*args))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _injection_session(*args: Any) -> onnxruntime.InferenceSession:
     return ort_session(injection_model(*args))
 

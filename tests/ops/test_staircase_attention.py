@@ -24,7 +24,16 @@ from op_cases import (
 
 from dflash_trt.ops import staircase_attention
 
-OVERLOADS = ("", "window", "softcap", "sinks", "window_softcap", "window_sinks", "softcap_sinks", "window_softcap_sinks")
+OVERLOADS = (
+    "",
+    "window",
+    "softcap",
+    "sinks",
+    "window_softcap",
+    "window_sinks",
+    "softcap_sinks",
+    "window_softcap_sinks",
+)
 # the two that use the standard Attention operator, which ONNX Runtime's CPU lacks in bfloat16
 STANDARD = ("", "window")
 
@@ -52,9 +61,7 @@ def overloads_and_sides() -> list[tuple[str, int]]:
     softcap=st.sampled_from((0.0, 0.0, 0.5, 30.0)),
     sinks=st.booleans(),
 )
-def test_reference_is_the_formula(
-    shape: dict[str, int], window: int, causal: int, softcap: float, sinks: bool
-) -> None:
+def test_reference_is_the_formula(shape: dict[str, int], window: int, causal: int, softcap: float, sinks: bool) -> None:
     case = attention_case(**shape, window=window, causal=causal, softcap=softcap, sinks=sinks)
     np.testing.assert_allclose(attention_reference(case), attention_formula(case), rtol=1e-5, atol=1e-5)
 
@@ -71,7 +78,7 @@ def test_function_body_is_the_reference(overload: str, causal: int, shape: dict[
 @pytest.mark.parametrize(("overload", "causal"), overloads_and_sides())
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    # the standard Attention may round its scores and weights to the tensor's dtype; the reference rounds the result only
+    # the standard Attention may round scores and weights to the tensor's dtype; the reference rounds the result only
     [("float16", 4e-3), ("bfloat16", 3e-2)],
 )
 def test_function_body_in_half_precision(overload: str, causal: int, dtype: str, tolerance: float) -> None:
