@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-from onnxscript.optimizer._constant_folding import FoldConstantsPass
+from onnxscript.optimizer import fold_constants
 
 _SMALL = 1024  # elements; what is folded is shapes and index lists
 
@@ -34,12 +34,14 @@ class Simplify(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         passes = ir.passes.Sequential(
-            FoldConstantsPass(shape_inference=True, input_size_limit=_SMALL, output_size_limit=_SMALL),
             common.IdentityEliminationPass(),
             common.CommonSubexpressionEliminationPass(),
             common.RemoveUnusedNodesPass(),
             common.ClearMetadataAndDocStringPass(),  # the tracer's stack traces are most of the file
         )
         with _weights_hidden(model):
-            modified = passes(model).modified
+            folded = fold_constants(
+                model, onnx_shape_inference=True, input_size_limit=_SMALL, output_size_limit=_SMALL
+            )
+            modified = passes(model).modified or folded.modified
         return ir.passes.PassResult(model, modified)

@@ -230,10 +230,10 @@ class Bounded(Tiny):
 
 
 class Failing(Tiny):
-    """Does what tracing cannot follow."""
+    """Decides by a value, which tracing does not know."""
 
     def answer(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids + int(ids.sum())
+        return ids + 1 if ids.sum() > 3 else ids
 
 
 def test_a_proper_module_traces() -> None:

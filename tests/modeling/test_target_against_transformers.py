@@ -131,7 +131,7 @@ def test_taps_in_the_order_asked(tmp_path: Path) -> None:
 
 
 def test_a_tap_of_the_last_layer_is_normed(tmp_path: Path) -> None:
-    """transformers norms its last hidden state, and on that a drafter that taps it was trained; the others it does not."""
+    """transformers norms its last hidden state, and on that a drafter that taps it was trained."""
     pair = Pair(tmp_path, taps=(3, 1))
     ids = pair.ids(1, 5)
     out = target_pass(pair.session, pair.session.new_cache(1, 8), ids, np.zeros(1, int))
