@@ -98,10 +98,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"is not valid YAML: {error}", where=str(path)) from error
+        raise UsageError(f"is not valid YAML ({_in_one_line(error)})", where=str(path)) from error
     if not isinstance(values, dict):
         raise UsageError("must be a mapping of build options", where=str(path))
     return {
         name: path.parent / value if name in _PATHS and isinstance(value, str) else value
         for name, value in values.items()
     }
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())

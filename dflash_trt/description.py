@@ -72,7 +72,9 @@ def _graph(path: Path) -> dict[str, Any]:
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf and onnx-ir raise different classes for a file that is no model
-        raise UsageError(f"cannot be read as ONNX: {error}", where=str(path)) from error
+        raise UsageError(f"cannot be read as ONNX: {' '.join(str(error).split())}", where=str(path)) from error
+    if not model.opset_imports:  # protobuf takes an empty file for an empty message
+        raise UsageError("is not an ONNX model: it imports no operator set", where=str(path))
 
     def values(items: Any) -> list[dict[str, Any]]:
         return [

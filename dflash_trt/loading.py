@@ -92,4 +92,5 @@ def reference_session(folder: Path, info: BundleInfo, role: str, *, threads: int
 
 
 def _weights(folder: Path, info: BundleInfo, role: str) -> TensorFolder:
-    return TensorFolder.from_files([folder / name for name in info.graphs[role].weights])
+    files = [folder / name for name in info.graphs[role].weights]
+    return TensorFolder.from_files(files, later_wins=True)

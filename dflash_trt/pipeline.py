@@ -28,13 +28,20 @@ from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.rope import rope_tables
 from dflash_trt.checkpoint.spec import Dtype, RopeSpec
 from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
-from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.config import BuildConfig
 from dflash_trt.errors import CheckFailed, UsageError
 from dflash_trt.evaluation.verify import VerifyReport, verify_folder
 from dflash_trt.export.contract import GraphSpec, drafter_graph, target_graph
 from dflash_trt.export.trace import trace
-from dflash_trt.export.weights import TABLES, TARGET_PREFIX, PlacedWeights, place_drafter, place_target
+from dflash_trt.export.weights import (
+    CONVERTED,
+    SHARED,
+    TABLES,
+    TARGET_PREFIX,
+    PlacedWeights,
+    place_drafter,
+    place_target,
+)
 from dflash_trt.modeling.load import meta_drafter, meta_target
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.progress import Progress, SilentProgress
@@ -238,16 +245,17 @@ def _tables(rope: RopeSpec, positions: int) -> dict[str, np.ndarray]:
 
 def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, model: Path | None) -> GraphRecord:
     own = {
-        entry.file: None
+        entry.name: entry
         for name, entry in weights.entries.items()
         if entry.file.name != TABLES and not name.startswith(TARGET_PREFIX)
     }
-    entries = TensorFolder.from_files(list(own))
+    # converted files last: a linked file also holds the originals of what was converted
+    files = sorted({entry.file for entry in own.values()}, key=lambda file: (file.name in (SHARED, CONVERTED), file))
     return GraphRecord(
         spec=graph,
         model=None if model is None else model.relative_to(folder).as_posix(),
-        weights=tuple(file.relative_to(folder).as_posix() for file in own),
-        parameters=sum(math.prod(entry.shape) for entry in entries.values()),
+        weights=tuple(file.relative_to(folder).as_posix() for file in files),
+        parameters=sum(math.prod(entry.shape) for entry in own.values()),
     )
 
 

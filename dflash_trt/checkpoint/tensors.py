@@ -56,12 +56,16 @@ class TensorFolder(Mapping[str, TensorEntry]):
         raise _no_weights(folder)
 
     @classmethod
-    def from_files(cls, files: Iterable[Path | str], where: Path | None = None) -> TensorFolder:
+    def from_files(
+        cls, files: Iterable[Path | str], where: Path | None = None, *, later_wins: bool = False
+    ) -> TensorFolder:
         """Open an explicit list of safetensors files.
 
         Args:
             files: at least one path.
             where: named in error messages; the folder of the first file by default.
+            later_wins: of a tensor that is in two files take the later one (a bundle's converted tensors lie beside the
+                linked file that also holds the originals) instead of refusing it.
 
         Raises:
             CheckpointError: a damaged file, or a tensor in two of them.
@@ -72,7 +76,7 @@ class TensorFolder(Mapping[str, TensorEntry]):
         entries: dict[str, TensorEntry] = {}
         for path in paths:
             for entry in read_entries(path):
-                if entry.name in entries:
+                if entry.name in entries and not later_wins:
                     both = f"{entries[entry.name].file.name} and {path.name}"
                     what = f"tensor {entry.name} is in two files, {both}"
                     raise CheckpointError(what, where=str(path.parent), mend="Remove the stale file")

@@ -6,6 +6,7 @@ Exit codes: 0 fine, 1 a check failed, 2 bad usage or bad input (one message; `--
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -62,10 +63,16 @@ def main(argv: list[str] | None = None) -> None:
     except DflashError as error:
         code = error.exit_code
         _report(f"error: {error.message()}", debug)
+    except BrokenPipeError:  # whoever read the output has what it wanted
+        code = 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         code = 2
         place = f"{error.filename}: " if error.filename else ""
         _report(f"error: {place}{error.strerror or error}", debug)
+    except Exception as error:
+        code = 2
+        _report(f"internal error, please report it: {type(error).__name__}: {error} (--debug shows where)", debug)
     sys.exit(code)
 
 
