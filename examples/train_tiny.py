@@ -57,7 +57,7 @@ DFLASH = dict(
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[1, 2, 3, 4]), **SIZES,
 )
 DFLASH_FIT = dict(steps=1600, lr=2e-3, warmup=64, cosine=1600, cooldown=1, weight_decay=0.01, every=200)
-DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 48, 4.0
+DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 32, 4.0
 
 HELD_OUT_PROMPTS, HELD_OUT_TOKENS = 64, (48, 96)
 MEASURED_TOKENS = 96

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import Any
 
 import click
 
@@ -34,6 +35,13 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"dflash_trt.cli.{cmd_name}").command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has what it wanted; click would exit with 1
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(0)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -63,9 +71,6 @@ def main(argv: list[str] | None = None) -> None:
     except DflashError as error:
         code = error.exit_code
         _report(f"error: {error.message()}", debug)
-    except BrokenPipeError:  # whoever read the output has what it wanted
-        code = 0
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         code = 2
         place = f"{error.filename}: " if error.filename else ""

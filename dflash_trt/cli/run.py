@@ -63,8 +63,7 @@ def command(
     for event in engine.generate(tokens, stream=True, speculation=speculation, **sampling):
         generation = event.generation
         if not as_json:
-            click.echo(event.text, nl=False)
-            sys.stdout.flush()
+            click.echo(event.text, nl=False)  # flushes
     assert generation is not None
     seconds = time.perf_counter() - started
     if as_json:

@@ -43,7 +43,11 @@ def _change(file: Path, position: int) -> None:
 
 def test_the_kinds_are_all_there_is(damaged):
     names = {str(path.relative_to(damaged)) for path in damaged.rglob("*") if path.is_file()}
-    assert names - {*KINDS.values()} == {"config.json", "drafter/tables.safetensors", "tokenizer/generation_config.json"}
+    assert names - {*KINDS.values()} == {
+        "config.json",
+        "drafter/tables.safetensors",
+        "tokenizer/generation_config.json",
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

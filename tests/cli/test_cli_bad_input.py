@@ -126,9 +126,7 @@ def refused_build(run_cli, pair, tmp_path):
 
 
 def _content(folder: Path) -> dict[str, bytes | None]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(
@@ -245,3 +243,16 @@ def test_build_refuses_an_output_that_cannot_be_written(refused_build):
 def test_build_refuses_to_dump_into_the_bundle(refused_build):
     for inside in ("bundle", "bundle/ir", "bundle/a/b"):
         refused_build("--dump-ir", refused_build.work / inside, words=("--dump-ir",))
+
+
+def test_an_internal_error_is_one_message_too(run_cli, bundle, monkeypatch):
+    def fail(*args: object, **options: object) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr("dflash_trt.loading.load_engine", fail)
+    code, out, err = run_cli("run", bundle, "--prompt", "a")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert "internal error" in err
+    assert "KeyError: 'surprise'" in err
+    assert "Traceback" in run_cli("--debug", "run", bundle, "--prompt", "a").err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,9 @@ def test_the_seed_decides_a_sampled_output(generate):
 
 
 def test_a_drawn_seed_is_told_and_repeats_the_output(generate):
-    drawn = generate("--max-tokens", 30, "--temperature", 1.5)
-    assert generate("--max-tokens", 30, "--temperature", 1.5, "--seed", drawn["seed"])["token_ids"] == drawn["token_ids"]
+    options = ("--max-tokens", 30, "--temperature", 1.5)
+    drawn = generate(*options)
+    assert generate(*options, "--seed", drawn["seed"])["token_ids"] == drawn["token_ids"]
 
 
 def test_top_k_of_one_and_a_tiny_top_p_are_greedy(generate):
@@ -181,3 +183,29 @@ def test_as_a_process_stdout_has_the_text_in_utf8_whatever_the_locale(bundle, ge
     text = generate("--max-tokens", 40)["text"]
     assert not text.isascii()
     assert (done.returncode, done.stdout.decode()) == (0, text + "\n")
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_that_stops_reading_is_no_failure(bundle, options):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "dflash_trt", "run", str(bundle), "--prompt", PROMPT, "--max-tokens", "9"]
+    done = subprocess.run([*command, *options], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_closed_standard_streams_are_no_crash(bundle):
+    command = f"{sys.executable} -m dflash_trt run {bundle} --prompt a --max-tokens 5"
+    done = subprocess.run(["sh", "-c", f"{command} <&- >&-"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "5 tokens" in done.stderr
+
+
+def test_a_full_disk_is_told(bundle):
+    command = [sys.executable, "-m", "dflash_trt", "run", str(bundle), "--prompt", "a", "--max-tokens", "5"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

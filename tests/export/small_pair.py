@@ -103,9 +103,13 @@ def convert_file(file: Path, dtype: str, keep: tuple[str, ...] = ()) -> None:
     save_file(changed, file, metadata={"format": "pt"})
 
 
-@cache
-def small_pair(kind: Kind = Kind()) -> SmallPair:
+def small_pair(kind: Kind | None = None) -> SmallPair:
     """Built once per process and kind; treat it as read-only."""
+    return _build(kind or Kind())
+
+
+@cache
+def _build(kind: Kind) -> SmallPair:
     _KEPT.append(tempfile.TemporaryDirectory())
     root = Path(_KEPT[-1].name)
     make_target(
