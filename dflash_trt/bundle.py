@@ -200,12 +200,16 @@ def _built_with(section: dict[str, Any]) -> str:
 
 
 def check_files(folder: Path, info: BundleInfo) -> None:
-    """Compares sizes, then hashes, of every recorded file.
+    """Compares sizes, then hashes, of every recorded file; none may have been added to the folders a bundle reads.
 
     Raises:
-        BundleError: a file is missing, has another size, or other bytes.
+        BundleError: a file is missing, was added, has another size, or other bytes.
     """
     digests: dict[int, str] = {}
+    for part in (*info.roles, "tokenizer"):
+        for path in (folder / part).rglob("*"):
+            if path.is_file() and path.relative_to(folder).as_posix() not in info.files:
+                raise BundleError("was added after the build", where=str(path), mend="Remove it")
     for name, record in info.files.items():
         path = folder / name
         if not path.is_file():

@@ -19,7 +19,11 @@ def load_engine(folder: Path, *, threads: int = 0) -> Engine:
     Raises:
         BundleError: missing, damaged, or from another version. BackendError: its backend cannot run here.
     """
-    info = open_info(folder)
+    return open_engine(folder, open_info(folder), threads=threads)
+
+
+def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0) -> Engine:
+    """Opens a bundle whose files were checked, or just written."""
     sessions = {role: open_session(folder, info, role, threads=threads) for role in info.roles}
     return Engine(
         sessions["target"],

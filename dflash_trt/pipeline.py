@@ -30,7 +30,7 @@ from dflash_trt.checkpoint.spec import Dtype, RopeSpec
 from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflash_trt.config import BuildConfig
 from dflash_trt.errors import CheckFailed, UsageError
-from dflash_trt.evaluation.verify import VerifyReport, verify_folder
+from dflash_trt.evaluation.verify import VerifyReport, verify
 from dflash_trt.export.contract import GraphSpec, drafter_graph, target_graph
 from dflash_trt.export.trace import trace
 from dflash_trt.export.weights import (
@@ -135,13 +135,11 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             compute_capability=None,
             files={},
         )
-        with progress.stage("Hashing"):
-            info = write_config(folder, info)
 
         # 5. Verify what was written, before it appears at the output path.
         report = None
         if config.verify:
-            report = replace(verify_folder(folder, progress), bundle=config.output.name)
+            report = replace(verify(folder, info, progress), bundle=config.output.name)
             (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
             if not report.passed:
                 raise CheckFailed(
@@ -149,6 +147,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
+
+        # 6. Seal it: sizes and hashes of all files.
+        with progress.stage("Hashing"):
             info = write_config(folder, info)
     return BuildResult(config.output, info, tuple(summaries), report)
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.config import BackendName
 from dflash_trt.errors import BackendError
+from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.simplify import Simplify
 
@@ -45,7 +46,12 @@ def settle_precision(backend: BackendName, asked: Dtype | None, checkpoint: Dtyp
 
 
 def lower_onnxruntime(model: ir.Model) -> ir.Model:
-    """Portable graph -> standard graph, in place."""
+    """Portable graph -> standard graph, in place.
+
+    Raises:
+        ExportError: a cache that cannot be updated in place.
+    """
     InlineFunctions()(model)
     Simplify()(model)
+    CheckInPlace()(model)
     return model

@@ -15,7 +15,7 @@ from dflash_trt.bundle import BundleInfo
 from dflash_trt.evaluation.losslessness import compare_outputs
 from dflash_trt.evaluation.numbers import compare_graphs
 from dflash_trt.evaluation.probes import PROBES
-from dflash_trt.loading import load_engine, open_info, reference_session
+from dflash_trt.loading import open_engine, open_info, reference_session
 from dflash_trt.progress import Progress, SilentProgress
 from dflash_trt.runtime.engine import Engine
 
@@ -61,10 +61,14 @@ class VerifyReport:
 
 
 def verify_folder(folder: Path, progress: Progress | None = None) -> VerifyReport:
-    """Verifies the bundle in `folder`."""
+    """Verifies the bundle in `folder`, after checking its files."""
+    return verify(folder, open_info(folder), progress)
+
+
+def verify(folder: Path, info: BundleInfo, progress: Progress | None = None) -> VerifyReport:
+    """Verifies a bundle whose files were checked, or just written."""
     progress = progress or SilentProgress()
-    info = open_info(folder)
-    engine = load_engine(folder)
+    engine = open_engine(folder, info)
     checks = []
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))

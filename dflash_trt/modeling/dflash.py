@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
-from dflash_trt.modeling.layers import DecoderLayer, NewTokens, RMSNorm
+from dflash_trt.modeling.layers import DecoderLayer, Injection, NewTokens, RMSNorm
 
 
 class SharedTarget(nn.Module):
@@ -67,22 +67,16 @@ class DFlashDrafter(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Shapes as in design section 4; returns draft_ids, confidence, logits, then the caches.
 
-        Feature rows at or beyond feature_len are written too, but behind the committed length, where nothing sees them
-        and the next rows overwrite them.
+        Slots context_len .. context_len + N + Q are written; those beyond the block hold nothing of meaning, and
+        nothing sees them.
         """
         context = self.fuse(context_features)
-        rows = torch.arange(context.shape[1], device=context.device)
-        last_position = self.rope_cos.shape[0] - 1
-        context_positions = (context_len[:, None] + rows).clamp(max=last_position)
         block = NewTokens(block_position_ids, context_len + feature_len, visibility, self.rope_cos, self.rope_sin)
+        injection = Injection.before(block, context, context_len, feature_len)
         x = self.target.embed(block_ids) * self.spec.input_embedding_scale
         new_caches = []
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            key_cache, value_cache = layer.self_attn.inject(
-                context, context_positions, context_len, block, caches[2 * i], caches[2 * i + 1]
-            )
-            x, key_cache, value_cache = layer(x, block, key_cache, value_cache)
+            x, key_cache, value_cache = layer(x, block, caches[2 * i], caches[2 * i + 1], injection)
             new_caches += [key_cache, value_cache]
         logits = self.target.lm_head(self.norm(x)).float() * self.spec.output_multiplier
         if self.spec.final_logit_softcapping:

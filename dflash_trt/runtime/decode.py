@@ -47,7 +47,7 @@ class DecodeBatch:
         self.sequences = list(sequences)
         self.limits = limits
         self.mask_token_id = mask_token_id
-        longest = max(len(sequence.prompt) for sequence in sequences) + limits.block_size
+        longest = max(len(sequence.prompt) for sequence in sequences) + 2 * limits.block_size
         self._target_cache = self._new_cache(target, longest)
         self._draft_cache = self._new_cache(drafter, longest) if drafter else None
 
@@ -66,7 +66,7 @@ class DecodeBatch:
         """One draft, one verification, one acceptance for every active row."""
         rows = self.active
         size = max(self._block_size(self.sequences[row]) for row in rows)
-        self._grow(max(self.sequences[row].committed for row in rows) + max(size, self.limits.block_size))
+        self._grow(max(self.sequences[row].committed for row in rows) + 2 * self.limits.block_size)
         trees = self._draft(rows, size) if self.drafter and size > 1 else self._anchors(rows)
         self._verify(rows, trees)
 

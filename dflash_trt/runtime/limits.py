@@ -24,5 +24,9 @@ class Limits(Frozen):
 
     @property
     def capacity(self) -> int:
-        """Cache slots, and rows of the rotary tables: a block may start at the last position of a sequence."""
-        return self.max_seq_len + self.block_size
+        """Cache slots, and rows of the rotary tables.
+
+        A block may start at the last position of a sequence, and the drafter writes one block more behind it, where
+        rows of a batch have fewer pending features than others.
+        """
+        return self.max_seq_len + 2 * self.block_size

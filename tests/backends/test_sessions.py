@@ -140,7 +140,6 @@ def test_the_target_copies_no_cache(capfd: pytest.CaptureFixture[str]) -> None:
     assert cache_copies(small_pair().target, capfd) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="two injections in a row into one cache: ONNX Runtime copies it for each")
 def test_the_drafter_copies_no_cache(capfd: pytest.CaptureFixture[str]) -> None:
     assert cache_copies(small_pair().drafter, capfd) == 0
 

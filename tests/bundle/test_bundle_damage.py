@@ -189,3 +189,10 @@ def test_another_format_is_refused_with_both_versions(damaged, number):
 def test_a_field_of_another_version_is_named(damaged):
     _reseal(damaged, lambda section: section["limits"].update(max_beams=4))
     _refused(damaged, "limits.max_beams", f"built with dflash-trt {dflash_trt.__version__}")
+
+
+@pytest.mark.parametrize("name", ["tokenizer/chat_template.jinja", "target/extra.safetensors"])
+def test_an_added_file_is_named(damaged: Path, name: str) -> None:
+    (damaged / name).write_text("x")
+    with pytest.raises(BundleError, match=f"{Path(name).name}.*added"):
+        open_info(damaged)

@@ -96,10 +96,9 @@ def test_the_traced_graph_holds_no_weights(role: str) -> None:
 def test_the_traced_graph_calls_both_operators_and_carries_no_bodies(role: str) -> None:
     model = small_pair().graph(role).traced
     calls = [node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN]
-    injections = LAYERS * (1 if role == "target" else 2)
-    assert calls.count(kv_injection.NAME) == injections
+    assert calls.count(kv_injection.NAME) == LAYERS
     assert calls.count(staircase_attention.NAME) == LAYERS
-    assert len(calls) == injections + LAYERS
+    assert len(calls) == 2 * LAYERS
     assert not [key for key in model.functions if key[0] == DOMAIN]
 
 

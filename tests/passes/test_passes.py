@@ -14,6 +14,7 @@ from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.errors import ExportError
 from dflash_trt.ops import DOMAIN, OPSET, VERSION, staircase_attention
 from dflash_trt.passes.attach_functions import AttachFunctions
+from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.simplify import Simplify
 
@@ -218,3 +219,21 @@ def test_simplify_keeps_dimensions_dynamic(graph: Graph) -> None:
         (model.graph.outputs, plain.graph.outputs),
     ):
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [(v.name, v.dtype, str(v.shape)) for v in theirs]
+
+
+@pytest.mark.parametrize("fault", ["second write", "second reader"])
+def test_check_in_place_refuses_a_cache_that_would_be_copied(fault: str) -> None:
+    past = ir.val("past_key_0", ir.DataType.FLOAT, [1, 1, 8, 4])
+    rows = ir.val("rows", ir.DataType.FLOAT, [1, 1, 2, 4])
+    start = ir.val("start", ir.DataType.INT64, [1])
+    first = ir.node("TensorScatter", [past, rows, start], {"axis": 2})
+    nodes = [first]
+    if fault == "second write":
+        nodes.append(ir.node("TensorScatter", [first.outputs[0], rows, start], {"axis": 2}))
+    else:
+        nodes.append(ir.node("Neg", [past]))
+    present = nodes[-1].outputs[0] if fault == "second write" else first.outputs[0]
+    present.name = "present_key_0"
+    graph = ir.Graph([past, rows, start], [present], nodes=nodes, opset_imports={"": 24}, name="g")
+    with pytest.raises(ExportError, match=r"past_key_0|present_key_0"):
+        CheckInPlace()(ir.Model(graph, ir_version=10))
