@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_model import DFlashDrafter, dflash_loss, epoch_batches, fit, progress, target_features
+from tiny_model import DFlashDrafter, dflash_loss, epoch_batches, fit, progress, target_features, warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -56,7 +56,7 @@ DFLASH = dict(
     num_target_layers=TARGET["num_hidden_layers"],
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[1, 2, 3, 4]), **SIZES,
 )
-DFLASH_FIT = dict(steps=1600, lr=2e-3, warmup=64, cosine=1600, cooldown=1, weight_decay=0.01, every=200)
+DFLASH_FIT = dict(steps=6000, lr=4e-3, warmup=200, cosine=7000, cooldown=1000, weight_decay=0.01, every=100)
 DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 32, 4.0
 
 HELD_OUT_PROMPTS, HELD_OUT_TOKENS = 64, (48, 96)
@@ -224,6 +224,7 @@ def train_dflash(run: Run) -> None:
     sequences, starts = (torch.cat([part[key] for part in parts]).long() for key in ("tokens", "start"))
     torch.manual_seed(SEED)
     drafter = DFlashDrafter(Qwen3Config.from_dict(DFLASH))
+    warm_start(drafter, target)
 
     def loss_at(step: int) -> tuple[Tensor, Tensor]:
         rows = torch.tensor([row for _, row in epoch_batches(step, DFLASH_BATCH, len(sequences), SEED)])

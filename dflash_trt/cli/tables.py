@@ -34,7 +34,8 @@ def print_report(report: VerifyReport) -> None:
     for name in ("check", "status", "measured", "limit"):
         table.add_column(name, overflow="fold")
     for check in report.checks:
-        measured = ", ".join(f"{name} {_short(value)}" for name, value in check.measured.items()) or check.reason
+        figures = ", ".join(f"{name} {_short(value)}" for name, value in check.measured.items() if value is not None)
+        measured = "; ".join(part for part in (figures, check.reason) if part)
         table.add_row(check.name, Text(check.status, style=_STATUS[check.status]), measured, check.limit)
     _console().print(table)
 
