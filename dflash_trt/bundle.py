@@ -12,14 +12,9 @@ changed byte anywhere is noticed.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.metadata
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,24 +83,30 @@ def tool_versions(names: tuple[str, ...] = ("torch", "onnx", "onnxscript", "onnx
     return versions
 
 
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+class _Digests:
+    """SHA-256 of files; one that is linked several times is read once."""
+
+    def __init__(self) -> None:
+        self._linked: dict[tuple[int, int], str] = {}
+
+    def of(self, path: Path) -> str:
+        stat = path.stat()
+        key = (stat.st_dev, stat.st_ino)
+        if stat.st_nlink > 1 and key in self._linked:
+            return self._linked[key]
+        with open(path, "rb") as file:
+            self._linked[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        return self._linked[key]
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Every file under `folder` but config.json; a file linked twice is read once."""
-    digests: dict[int, str] = {}
-    records = {}
+    """Every file under `folder` but config.json."""
+    digests, records = _Digests(), {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_dir() or name == CONFIG:
             continue
-        stat = path.stat()
-        if stat.st_ino not in digests:
-            digests[stat.st_ino] = sha256(path)
-        records[name] = FileRecord(size=stat.st_size, sha256=digests[stat.st_ino])
+        records[name] = FileRecord(size=path.stat().st_size, sha256=digests.of(path))
     return records
 
 
@@ -200,16 +201,15 @@ def _built_with(section: dict[str, Any]) -> str:
 
 
 def check_files(folder: Path, info: BundleInfo) -> None:
-    """Compares sizes, then hashes, of every recorded file; none may have been added to the folders a bundle reads.
+    """Compares sizes, then hashes, of every recorded file; none may have been added.
 
     Raises:
         BundleError: a file is missing, was added, has another size, or other bytes.
     """
-    digests: dict[int, str] = {}
-    for part in (*info.roles, "tokenizer"):
-        for path in (folder / part).rglob("*"):
-            if path.is_file() and path.relative_to(folder).as_posix() not in info.files:
-                raise BundleError("was added after the build", where=str(path), mend="Remove it")
+    digests = _Digests()
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in (CONFIG, *info.files):
+            raise BundleError("was added after the build", where=str(path), mend="Remove it")
     for name, record in info.files.items():
         path = folder / name
         if not path.is_file():
@@ -220,12 +220,10 @@ def check_files(folder: Path, info: BundleInfo) -> None:
             )
     for name, record in info.files.items():
         path = folder / name
-        inode = path.stat().st_ino
-        if inode not in digests:
-            digests[inode] = sha256(path)
-        if digests[inode] != record.sha256:
+        found = digests.of(path)
+        if found != record.sha256:
             raise BundleError(
-                f"was changed after the build (sha256 {digests[inode][:12]}..., built {record.sha256[:12]}...)",
+                f"was changed after the build (sha256 {found[:12]}..., built {record.sha256[:12]}...)",
                 where=str(path),
                 mend="Build the bundle again; its weight files may be hard links to the checkpoint: do not edit that",
             )
@@ -238,84 +236,3 @@ def is_bundle(folder: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and isinstance(config.get("dflash_trt"), dict)
-
-
-@contextmanager
-def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary sibling of `output` that becomes `output` when the block ends without an error.
-
-    Raises:
-        BundleError: `output` exists (and is not a bundle to replace, with `force`), or its folder cannot be written.
-    """
-    _clear_abandoned(output)
-    _check_output(output, force)
-    temporary = output.parent / f".{output.name}.{os.getpid()}.partial"
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise BundleError(what, where=str(output), mend="Choose another place") from error
-    try:
-        yield temporary
-        _check_output(output, force)
-        if output.exists():
-            _replace(output, temporary)
-        else:
-            temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_output(output: Path, force: bool) -> None:
-    if not output.exists() and not output.is_symlink():
-        return
-    if not force:
-        raise BundleError("exists already", where=str(output), mend="Choose another place, or replace it with --force")
-    if not is_bundle(output):
-        raise BundleError("is not a bundle: --force does not replace it", where=str(output), mend="Remove it yourself")
-
-
-def _replace(output: Path, temporary: Path) -> None:
-    """Puts `temporary` in the place of `output`; a kill between the renames is undone by the next build's clearing."""
-    replaced = temporary.with_suffix(".replaced")
-    try:
-        output.rename(replaced)
-        temporary.rename(output)
-    except BaseException:
-        if not output.exists():
-            replaced.rename(output)
-        raise
-    _remove(replaced)
-
-
-def _clear_abandoned(output: Path) -> None:
-    """Removes what killed builds of this output left behind, and puts back a bundle one of them had set aside."""
-    for left in sorted(output.parent.glob(f".{glob.escape(output.name)}.*.*")):
-        process, kind = left.name.removeprefix(f".{output.name}.").split(".", 1)
-        if not process.isdigit() or kind not in ("partial", "replaced") or _is_running(int(process)):
-            continue
-        if kind == "replaced" and not output.exists():
-            left.rename(output)
-        else:
-            _remove(left)
-
-
-def _is_running(process: int) -> bool:
-    """Whether another process has this id; our own does not count: in containers a killed build often had it too."""
-    if os.name != "posix" or process == os.getpid():
-        return process != os.getpid()
-    try:
-        os.kill(process, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)

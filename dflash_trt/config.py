@@ -28,8 +28,7 @@ class BuildConfig(Frozen):
     Attributes:
         target, drafter, vp_drafter: checkpoint folders.
         output: the bundle to write.
-        dtype: of weights, caches and compute; None takes the backend's own (float32 for ONNX Runtime's CPU, else the
-            target checkpoint's).
+        dtype: of weights, caches and compute; None is float32, in which decoding is lossless token for token.
         max_seq_len: prompt and output together, in tokens; None is 2048, or what both models were trained for if less.
         max_input_len: prompt; None is max_seq_len - 1.
         block_size: anchor and drafts; None is the drafter's trained block.
@@ -82,7 +81,10 @@ class BuildConfig(Frozen):
         """Raises PairError where a checkpoint differs from what the configuration expects."""
         for role, spec in (("target", target), ("drafter", drafter)):
             for name, wanted in getattr(self.expect, role).items():
-                found = getattr(spec, name, None)
+                if name not in type(spec).model_fields:
+                    mend = f"Fields: {', '.join(type(spec).model_fields)}"
+                    raise UsageError("no such field of a checkpoint", where=f"expect.{role}.{name}", mend=mend)
+                found = getattr(spec, name)
                 found = list(found) if isinstance(found, tuple) else found
                 if found != wanted:
                     raise PairError(

@@ -16,7 +16,6 @@ class DflashError(Exception):
         mend: what the user can do about it.
     """
 
-    code = "error"
     exit_code = 2
 
     def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
@@ -36,47 +35,32 @@ class DflashError(Exception):
 class UsageError(DflashError):
     """A parameter or option value that cannot be used."""
 
-    code = "usage"
-
 
 class CheckpointError(DflashError):
     """A checkpoint folder that cannot be read or breaks a rule on its own."""
-
-    code = "checkpoint"
 
 
 class PairError(DflashError):
     """A target and a drafter that do not belong together."""
 
-    code = "pair"
-
 
 class ExportError(DflashError):
     """A graph that cannot be exported or rewritten."""
-
-    code = "export"
 
 
 class BackendError(DflashError):
     """A backend that is not installed or cannot do what was asked."""
 
-    code = "backend"
-
 
 class BundleError(DflashError):
     """A bundle that is missing, damaged, or built by something that does not match."""
-
-    code = "bundle"
 
 
 class RequestError(DflashError):
     """A generation request that cannot be served as asked."""
 
-    code = "request"
-
 
 class CheckFailed(DflashError):  # noqa: N818 - not an error: the check worked, its answer is no
     """A check ran and its answer is no (exit code 1)."""
 
-    code = "check"
     exit_code = 1

@@ -50,7 +50,7 @@ def _check_versions(folder: Path, info: BundleInfo) -> None:
     names = ("dflash_trt", "onnxruntime") if info.backend == "onnxruntime" else ("dflash_trt",)
     for name in names:
         built = info.tool_versions.get(name)
-        if built is not None and name in running and _release(built) > _release(running[name]):
+        if built is not None and name in running and _release(built, name) > _release(running[name], name):
             raise BundleError(
                 f"built with {name} {built}, running {running[name]}",
                 where=str(folder),
@@ -58,9 +58,9 @@ def _check_versions(folder: Path, info: BundleInfo) -> None:
             )
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor version: "1.32.0+cpu" -> (1, 32)."""
-    parts = version.split("+")[0].split(".")[:2]
+def _release(version: str, name: str) -> tuple[int, ...]:
+    """What counts of a version: "1.32.0+cpu" -> (1, 32), and our own whole."""
+    parts = version.split("+")[0].split(".")[: 3 if name == "dflash_trt" else 2]
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 

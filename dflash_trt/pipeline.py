@@ -19,10 +19,11 @@ from dflash_trt.bundle import (
     REPORT,
     BundleInfo,
     GraphRecord,
-    atomic_output,
     tool_versions,
     write_config,
 )
+from dflash_trt.checkpoint import drafter as drafter_module
+from dflash_trt.checkpoint import target as target_module
 from dflash_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
 from dflash_trt.checkpoint.pair import check_pair
 from dflash_trt.checkpoint.rope import rope_tables
@@ -39,16 +40,18 @@ from dflash_trt.export.weights import (
     TABLES,
     TARGET_PREFIX,
     PlacedWeights,
+    link,
     place_drafter,
     place_target,
 )
 from dflash_trt.modeling.load import meta_drafter, meta_target
+from dflash_trt.output import atomic_output
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.progress import Progress, SilentProgress
 from dflash_trt.runtime.limits import Limits
 
 DEFAULT_SEQ_LEN = 2048
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     target, drafter = read_target(config.target), read_drafter(config.drafter)
     config.check_expected(target.spec, drafter.spec)
     block_size = check_pair(target, drafter, config.block_size)
-    precision = settle_precision(config.backend, config.dtype, target.spec.dtype)
+    precision = settle_precision(config.backend, config.dtype)
     limits = _limits(config, target, drafter, block_size)
     tokenizer = _tokenizer_files(target.path)
 
@@ -109,7 +112,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                 with progress.stage(f"Exporting the {role} graph"):
                     model = export_graph(modules[role](), graph, placed[role], folder / role, config.dump_ir)
             records[role] = _record(folder, role, graph, placed[role], model)
-            size = sum(path.stat().st_size for path in (folder / role).iterdir())
+            own = [path for path in (folder / role).iterdir() if not path.name.startswith(TARGET_PREFIX)]
+            size = sum(path.stat().st_size for path in own)
             summaries.append(GraphSummary(role, records[role].parameters, size, time.perf_counter() - started))
 
         # 4. Tokenizer and config.json.
@@ -159,23 +163,27 @@ def export_graph(
 ) -> Path:
     """Trace -> portable graph -> standard graph, saved as model.onnx beside its weights; returns the file."""
     model = trace(module, graph)
-    _dump(model, weights, dump, f"{graph.role}.0-traced.onnx")
+    _dump(model, weights, dump, graph.role, "0-traced.onnx")
     AttachFunctions()(model)
-    _dump(model, weights, dump, f"{graph.role}.1-portable.onnx")
+    _dump(model, weights, dump, graph.role, "1-portable.onnx")
     lower_onnxruntime(model)
-    _dump(model, weights, dump, f"{graph.role}.2-standard.onnx")
+    _dump(model, weights, dump, graph.role, "2-standard.onnx")
     weights.bind(model)
     ir.save(model, folder / MODEL)
     return folder / MODEL
 
 
-def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, name: str) -> None:
-    """Writes one stage's graph; its external data names files of the bundle folder."""
+def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, role: str, name: str) -> None:
+    """Writes one stage's graph to `dump/role`, with links to its weights beside it, so that a runtime can open it."""
     if dump is None:
         return
-    dump.mkdir(parents=True, exist_ok=True)
+    folder = dump / role
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in {entry.file for entry in weights.entries.values()}:
+        (folder / file.name).unlink(missing_ok=True)
+        link(file, folder / file.name)
     weights.bind(model)
-    ir.save(model, dump / name)
+    ir.save(model, folder / name)
 
 
 def _refuse_unsupported(config: BuildConfig) -> None:
@@ -223,18 +231,16 @@ def _place_weights(
 ) -> dict[str, PlacedWeights]:
     for role in ("target", "drafter"):
         (folder / role).mkdir()
-    total = sum(entry.nbytes for tensors in (target.tensors, drafter.tensors) for entry in tensors.values())
+    # what the models need and no more: old checkpoints also hold rotary buffers, tied ones the head
+    target_tensors = target.tensors.only(target_module.expected_tensors(target.spec))
+    drafter_tensors = drafter.tensors.only(drafter_module.expected_tensors(drafter.spec))
+    total = sum(entry.nbytes for tensors in (target_tensors, drafter_tensors) for entry in tensors.values())
     with progress.stage("Placing weights", total) as advance:
-        placed_target = place_target(
-            target.tensors, _tables(target.spec.rope, positions), precision, folder / "target", advance
-        )
+        tables = _tables(target.spec.rope, positions)
+        placed_target = place_target(target_tensors, tables, precision, folder / "target", advance)
+        tables = _tables(drafter.spec.rope, positions)
         placed_drafter = place_drafter(
-            drafter.tensors,
-            _tables(drafter.spec.rope, positions),
-            placed_target,
-            precision,
-            folder / "drafter",
-            advance,
+            drafter_tensors, tables, placed_target, precision, folder / "drafter", advance
         )
     return {"target": placed_target, "drafter": placed_drafter}
 

@@ -27,6 +27,11 @@ def timed(engine: Engine, prompt: str, tokens: int, speculation: bool) -> tuple[
     return generation, time.perf_counter() - started
 
 
+def _figure(value: float | None) -> str:
+    """A prompt that ends at its first token has no steps."""
+    return "-" if value is None else f"{value:.2f}"
+
+
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--max-tokens", default=96, show_default=True)
@@ -47,8 +52,8 @@ def main(bundle: Path, max_tokens: int) -> None:
             str(number),
             str(len(drafted.token_ids)),
             str(statistics.steps),
-            f"{statistics.mean_acceptance_length:.2f}",
-            f"{statistics.acceptance_rate:.2f}",
+            _figure(statistics.mean_acceptance_length),
+            _figure(statistics.acceptance_rate),
             f"{plain_seconds / seconds:.2f}x",
             "yes" if drafted.token_ids == plain.token_ids else "NO",
         )

@@ -11,16 +11,17 @@ from dflash_trt.config import BackendName
 from dflash_trt.errors import BackendError
 from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
+from dflash_trt.passes.share_capacity import ShareCapacity
 from dflash_trt.passes.simplify import Simplify
 
-# backend -> (the module it needs, precisions it runs, the one it takes unasked: None is the checkpoint's)
-_BACKENDS: dict[str, tuple[str, tuple[Dtype, ...], Dtype | None]] = {
-    "onnxruntime": ("onnxruntime", ("float32",), "float32"),
-    "torch": ("torch", ("float32", "float16", "bfloat16"), None),
+# backend -> (the module it needs, precisions it runs; the first is the one it takes unasked)
+_BACKENDS: dict[str, tuple[str, tuple[Dtype, ...]]] = {
+    "onnxruntime": ("onnxruntime", ("float32",)),
+    "torch": ("torch", ("float32", "float16", "bfloat16")),
 }
 
 
-def settle_precision(backend: BackendName, asked: Dtype | None, checkpoint: Dtype) -> Dtype:
+def settle_precision(backend: BackendName, asked: Dtype | None) -> Dtype:
     """The precision a build uses.
 
     Raises:
@@ -32,10 +33,10 @@ def settle_precision(backend: BackendName, asked: Dtype | None, checkpoint: Dtyp
             where="--backend",
             mend=f"Use one of {', '.join(_BACKENDS)}",
         )
-    module, precisions, default = _BACKENDS[backend]
+    module, precisions = _BACKENDS[backend]
     if importlib.util.find_spec(module) is None:
         raise BackendError(f"{module} is not installed", where=f"--backend {backend}", mend=f"pip install {module}")
-    precision = asked or default or checkpoint
+    precision = asked or precisions[0]
     if precision not in precisions:
         raise BackendError(
             f"{backend} runs {', '.join(precisions)} on this machine, not {precision}",
@@ -52,6 +53,7 @@ def lower_onnxruntime(model: ir.Model) -> ir.Model:
         ExportError: a cache that cannot be updated in place.
     """
     InlineFunctions()(model)
+    ShareCapacity()(model)
     Simplify()(model)
     CheckInPlace()(model)
     return model

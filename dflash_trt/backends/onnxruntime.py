@@ -16,9 +16,6 @@ from dflash_trt.backends.base import Array, bucket, check_inputs
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec
 
-NAME = "onnxruntime"
-DTYPES = ("float32",)
-
 
 class OrtCache:
     """Cache buffers as numpy arrays (see `backends.base.Cache`)."""
@@ -86,5 +83,8 @@ class OrtSession:
             place = ("cpu", 0, buffer.dtype.type, buffer.shape, buffer.ctypes.data)
             binding.bind_input(past, *place)
             binding.bind_output(present, *place)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:  # as above
+            raise BackendError(f"ONNX Runtime failed: {error}", where=f"{self.graph.role} graph") from error
         return {name: value.numpy() for name, value in zip(outputs, binding.get_outputs(), strict=False)}

@@ -10,9 +10,6 @@ import torch
 from dflash_trt.backends.base import Array, bucket, check_inputs
 from dflash_trt.export.contract import GraphSpec
 
-NAME = "torch"
-DTYPES = ("float32", "float16", "bfloat16")
-
 
 class TorchCache:
     """Cache buffers as torch tensors (see `backends.base.Cache`)."""

@@ -126,7 +126,7 @@ def _check_lm_head(spec: TargetSpec, tensors: TensorFolder) -> None:
     where = str(tensors.where)
     if not spec.tie_word_embeddings:
         if LM_HEAD not in tensors:
-            what = f"{LM_HEAD} is missing, but tie_word_embeddings is false in config.json"
+            what = f"{LM_HEAD} is missing, but tie_word_embeddings is not true in config.json"
             raise CheckpointError(what, where=where, mend="Download the whole checkpoint, or mend the flag")
         return
     if LM_HEAD in tensors and EMBEDDING in tensors and not _same_bits(tensors, LM_HEAD, EMBEDDING):

@@ -85,6 +85,10 @@ class TensorFolder(Mapping[str, TensorEntry]):
             raise CheckpointError("holds no tensors", where=str(where or paths[0]), mend="Download it again")
         return cls(where or paths[0].parent, entries, paths)
 
+    def only(self, names: Iterable[str]) -> TensorFolder:
+        """The same folder with these tensors alone."""
+        return TensorFolder(self.where, {name: self._entries[name] for name in names}, self._files)
+
     def names(self) -> tuple[str, ...]:
         """Tensor names, in file and data order."""
         return tuple(self._entries)
@@ -113,10 +117,6 @@ class TensorFolder(Mapping[str, TensorEntry]):
             with entry.file.open("rb") as stream:
                 self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return np.ndarray(entry.shape, NUMPY_DTYPES[entry.dtype], buffer=self._maps[entry.file], offset=entry.offset)
-
-    def read_float32(self, name: str) -> np.ndarray:
-        """The tensor in float32: the read-only view itself if stored so, else a converted copy."""
-        return self.read(name).astype(np.float32, copy=False)
 
 
 def _no_weights(folder: Path) -> CheckpointError:

@@ -20,7 +20,7 @@ _DIR = click.Path(path_type=Path)
     "--backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]), help="[default: onnxruntime]"
 )
 @click.option("--config", type=_DIR, help="YAML file of build options; options on the line win.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: the backend's]")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float32]")
 @click.option("--max-batch-size", type=int, help="Sequences decoded at once.  [default: 1]")
 @click.option("--max-seq-len", type=int, help="Prompt and output, in tokens.  [default: 2048, or what was trained]")
 @click.option("--max-input-len", type=int, help="Prompt, in tokens.  [default: max-seq-len - 1]")

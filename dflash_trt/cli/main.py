@@ -25,6 +25,17 @@ COMMANDS = {
 }
 
 
+def _debug_option() -> click.Option:
+    """`--debug`, which may stand before or after the command's name."""
+
+    def remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value:
+            ctx.find_root().obj["debug"] = True
+
+    text = "Show the traceback of an error."
+    return click.Option(["--debug"], is_flag=True, is_eager=True, expose_value=False, callback=remember, help=text)
+
+
 class LazyGroup(click.Group):
     """Imports a command's module only when it is needed: `--help` stays fast."""
 
@@ -34,7 +45,10 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"dflash_trt.cli.{cmd_name}").command
+        command = importlib.import_module(f"dflash_trt.cli.{cmd_name}").command
+        if not any(parameter.name == "debug" for parameter in command.params):
+            command.params.append(_debug_option())
+        return command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -50,18 +64,19 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dflash-trt")
-@click.option("--debug", is_flag=True, help="Show the traceback of an error; may stand anywhere on the line.")
-def cli(debug: bool) -> None:
+def cli() -> None:
     """Lossless speculative decoding with block-diffusion drafters, compiled."""
+
+
+cli.params.append(_debug_option())
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs a command and turns errors into one message and an exit code."""
     args = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in args
-    args = [arg for arg in args if arg != "--debug"]
+    state = {"debug": False}
     try:
-        code = cli.main(args, prog_name="dflash-trt", standalone_mode=False) or 0
+        code = cli.main(args, prog_name="dflash-trt", standalone_mode=False, obj=state) or 0
     except click.exceptions.Abort:
         code = 130
         click.echo("interrupted", err=True)
@@ -70,14 +85,15 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
     except DflashError as error:
         code = error.exit_code
-        _report(f"error: {error.message()}", debug)
+        _report(f"error: {error.message()}", state["debug"])
     except OSError as error:
         code = 2
         place = f"{error.filename}: " if error.filename else ""
-        _report(f"error: {place}{error.strerror or error}", debug)
+        _report(f"error: {place}{error.strerror or error}", state["debug"])
     except Exception as error:
         code = 2
-        _report(f"internal error, please report it: {type(error).__name__}: {error} (--debug shows where)", debug)
+        what = f"{type(error).__name__}: {error} (--debug shows where)"
+        _report(f"internal error, please report it: {what}", state["debug"])
     sys.exit(code)
 
 

@@ -10,10 +10,14 @@ import numpy as np
 
 from dflash_trt.backends.base import Array, Session, numpy_dtype
 from dflash_trt.bundle import BundleInfo
+from dflash_trt.runtime.tree import CandidateTree
 
-RELATIVE_ERROR = 1e-3
-AGREEMENT = 0.995
+# |found - wanted| <= limit * (|wanted| + the output's median magnitude): a few channels of real hidden states are
+# thousands of times larger than the rest, so the largest magnitude would excuse anything. Of ids, a mismatch is excused
+# where the reference's own logits lie within the limit times their median magnitude.
+LIMITS = {"float32": 1e-2, "float16": 0.3, "bfloat16": 1.0}
 CACHES = "present_key_*, present_value_*"
+_IDS_OF = {"token_ids": "logits", "draft_ids": "logits"}
 _SEED = 20260206
 
 
@@ -28,79 +32,121 @@ class OutputComparison:
 
 
 def compare_graphs(info: BundleInfo, role: str, session: Session, reference: Session) -> Iterator[OutputComparison]:
-    """Three passes over growing caches (a chunk, one token, a block); yields a comparison for every output.
+    """A few passes over growing caches; yields a comparison for every output.
 
+    The target: a chunk, one token, a random tree. The drafter: blocks with all and with some of the feature rows valid.
     The caches are compared as they are after the last pass, all layers in one comparison.
     """
     outputs = [spec.name for spec in info.graphs[role].spec.outputs]
-    found: dict[str, list[np.ndarray]] = {name: [] for name in (*outputs, CACHES)}
-    wanted: dict[str, list[np.ndarray]] = {name: [] for name in (*outputs, CACHES)}
-    for results, runner in ((found, session), (wanted, reference)):
-        cache = runner.new_cache(1, runner.capacity_for(64, info.limits.capacity))
-        passes = _target_passes(info) if role == "target" else _drafter_passes(info)
-        for inputs in passes:
-            for name, value in runner.run(inputs, outputs, cache).items():
-                results[name].append(_float_or_int(value))
-        results[CACHES] = [_float_or_int(buffer) for buffer in cache.buffers]
-    for name in found:
-        yield _compare(name, found[name], wanted[name])
+    passes = list(_target_passes(info) if role == "target" else _drafter_passes(info))
+    capacity = _slots(passes)
+    found, wanted = _run(passes, session, outputs, capacity), _run(passes, reference, outputs, capacity)
+    limit = LIMITS[info.precision]
+    for name in (*outputs, CACHES):
+        if name in _IDS_OF:
+            yield _compare_ids(name, found[name], wanted[name], wanted[_IDS_OF[name]], limit)
+        else:
+            yield _compare(name, np.concatenate(found[name]), np.concatenate(wanted[name]), limit)
 
 
-def _sizes(info: BundleInfo) -> tuple[tuple[int, int], ...]:
-    """(context length, new tokens) of the passes, within a small capacity."""
-    block = min(info.block_size, info.limits.max_seq_len)
-    chunk = max(1, min(24, info.limits.capacity - block - 1))
-    return ((0, chunk), (chunk, 1), (chunk + 1, min(block, info.limits.capacity - chunk - 1)))
+def _run(
+    passes: list[dict[str, Array]], session: Session, outputs: list[str], slots: int
+) -> dict[str, list[np.ndarray]]:
+    """Each output of all passes, flattened over everything but ids' and logits' last dimension."""
+    results: dict[str, list[np.ndarray]] = {name: [] for name in outputs}
+    cache = session.new_cache(1, slots)
+    for inputs in passes:
+        for name, value in session.run(inputs, outputs, cache).items():
+            results[name].append(_plain(value).reshape(-1))
+    results[CACHES] = [_plain(buffer).reshape(-1) for buffer in cache.buffers]
+    return results
+
+
+def _slots(passes: list[dict[str, Array]]) -> int:
+    """The slots the passes write."""
+    return max(
+        int(inputs["context_len"][0])
+        + inputs["visibility"].shape[1]
+        + (inputs["context_features"].shape[1] if "context_features" in inputs else 0)
+        for inputs in passes
+    )
 
 
 def _target_passes(info: BundleInfo) -> Iterator[dict[str, Array]]:
     random = np.random.default_rng(_SEED)
-    for context, size in _sizes(info):
+    # every token in a row of its own position first, then a tree of a block's size
+    room = info.limits.max_seq_len
+    chunk = max(1, min(24, room - 2))
+    size = info.block_size
+    parents = np.array([-1, *(int(random.integers(max(0, i - 3), i)) for i in range(1, size))])
+    tree = CandidateTree.from_parents(np.arange(size), parents)
+    chain = np.arange(chunk)
+    shapes = (
+        (0, chain, np.tri(chunk, dtype=np.bool_)),
+        (chunk, np.zeros(1, np.int64), np.ones((1, 1), np.bool_)),
+        (chunk + 1, tree.depths, tree.visibility()),
+    )
+    for context, depths, visibility in shapes:
         yield {
-            "input_ids": random.integers(0, info.target.vocab_size, (1, size)),
-            "position_ids": np.arange(context, context + size)[None],
-            "visibility": np.tri(size, dtype=np.bool_)[None],
+            "input_ids": random.integers(0, info.target.vocab_size, (1, len(depths))),
+            "position_ids": (context + depths)[None],
+            "visibility": visibility[None],
             "context_len": np.array([context]),
-            "logit_rows": np.arange(size)[None],
+            "logit_rows": np.arange(len(depths))[None],
         }
 
 
 def _drafter_passes(info: BundleInfo) -> Iterator[dict[str, Array]]:
     random = np.random.default_rng(_SEED)
     width = len(info.taps) * info.drafter.target_hidden_size
-    dtype = numpy_dtype(info.precision)
-    size = min(info.block_size, info.limits.capacity // 4)
-    context = 0
-    for rows in (16, 1, 4):
-        rows = min(rows, max(1, info.limits.capacity // 8))
+    size, context = info.block_size, 0
+    longest = max(1, info.limits.max_seq_len // 4)
+    for rows, valid in ((16, 16), (1, 0), (5, 3), (4, 4)):
+        rows, valid = min(rows, longest), min(valid, longest)
         block = np.full((1, size), info.mask_token_id)
         block[0, 0] = random.integers(0, info.target.vocab_size)
         yield {
-            "context_features": random.standard_normal((1, rows, width)).astype(dtype),
-            "feature_len": np.array([rows]),
+            "context_features": random.standard_normal((1, rows, width)).astype(numpy_dtype(info.precision)),
+            "feature_len": np.array([valid]),
             "context_len": np.array([context]),
             "block_ids": block,
-            "block_position_ids": np.arange(context + rows, context + rows + size)[None],
+            "block_position_ids": np.arange(context + valid, context + valid + size)[None],
             "visibility": np.ones((1, size, size), np.bool_),
         }
-        context += rows
+        context += valid
 
 
-def _float_or_int(value: Array) -> np.ndarray:
+def _plain(value: Array) -> np.ndarray:
     if not isinstance(value, np.ndarray):
         value = value.float().cpu().numpy()
     return value if value.dtype == np.int64 else value.astype(np.float64)
 
 
-def _compare(name: str, found: list[np.ndarray], wanted: list[np.ndarray]) -> OutputComparison:
-    a, b = (np.concatenate([array.reshape(-1) for array in arrays]) for arrays in (found, wanted))
-    if a.dtype == np.int64:
-        agreement = float(np.mean(a == b))
-        passed = agreement >= AGREEMENT
-        return OutputComparison(name, passed, {"agreement": agreement}, "" if passed else f"{agreement:.2%} agree")
-    if not np.isfinite(a).all():
-        return OutputComparison(name, False, {"finite": False}, "NaN or infinity")
-    error, scale = float(np.abs(a - b).max()), float(np.abs(b).max())
-    passed = error <= RELATIVE_ERROR * scale
-    measured = {"max_abs_error": error, "max_abs_value": scale}
-    return OutputComparison(name, passed, measured, "" if passed else f"error {error:.3g} at magnitude {scale:.3g}")
+def _compare(name: str, found: np.ndarray, wanted: np.ndarray, limit: float) -> OutputComparison:
+    for who, values in (("", found), ("the reference has ", wanted)):
+        if not np.isfinite(values).all():
+            return OutputComparison(name, False, {"finite": False}, f"{who}NaN or infinity")
+    error, typical = np.abs(found - wanted), float(np.median(np.abs(wanted)))
+    relative = float((error / (np.abs(wanted) + typical)).max()) if typical else float(error.max())
+    passed = relative <= limit
+    measured = {"max_relative_error": relative, "max_abs_error": float(error.max()), "median_abs_value": typical}
+    return OutputComparison(name, passed, measured, "" if passed else f"relative error {relative:.3g}")
+
+
+def _compare_ids(
+    name: str, found: list[np.ndarray], wanted: list[np.ndarray], logits: list[np.ndarray], limit: float
+) -> OutputComparison:
+    """Ids agree, or the reference itself hardly prefers its own."""
+    agreed = excused = wrong = 0
+    for ids, own, scores in zip(found, wanted, logits, strict=True):
+        table = scores.reshape(len(own), -1)
+        near = limit * np.median(np.abs(table))
+        for row, (one, other) in enumerate(zip(ids, own, strict=True)):
+            if one == other:
+                agreed += 1
+            elif 0 <= one < table.shape[1] and table[row, other] - table[row, one] <= near:
+                excused += 1
+            else:
+                wrong += 1
+    measured = {"agree": agreed, "near_ties": excused, "differ": wrong}
+    return OutputComparison(name, wrong == 0, measured, f"{wrong} ids differ" if wrong else "")

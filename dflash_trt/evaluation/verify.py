@@ -12,14 +12,15 @@ from typing import Any, Literal
 import numpy as np
 
 from dflash_trt.bundle import BundleInfo
-from dflash_trt.evaluation.losslessness import compare_outputs
-from dflash_trt.evaluation.numbers import compare_graphs
+from dflash_trt.evaluation.losslessness import TIE, Comparison, compare_outputs
+from dflash_trt.evaluation.numbers import LIMITS, compare_graphs
 from dflash_trt.evaluation.probes import PROBES
 from dflash_trt.loading import open_engine, open_info, reference_session
-from dflash_trt.progress import Progress, SilentProgress
+from dflash_trt.progress import Advance, Progress, SilentProgress
 from dflash_trt.runtime.engine import Engine
 
 MIN_TAU = 1.05
+MAX_TIES = 0.1  # of the comparisons: on sixteen of them one tie can be chance, two or more are a sign
 PROBE_TOKENS = 48
 SETTINGS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1234})
 
@@ -73,14 +74,15 @@ def verify(folder: Path, info: BundleInfo, progress: Progress | None = None) -> 
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))
     with progress.stage("Verifying losslessness", len(PROBES) * len(SETTINGS)) as advance:
-        checks += list(_check_outputs(engine, advance))
+        checks += list(_check_outputs(engine, info.precision, advance))
     return VerifyReport(str(folder.name), info.backend, info.precision, tuple(checks))
 
 
 def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[Check]:
     """Each graph output of the backend against the torch reference, on the same inputs."""
+    share = f"{LIMITS[info.precision]:g}"
+    limit = f"finite; error <= {share} of a value's magnitude and the median's; ids agree but for near ties"
     for role in info.roles:
-        limit = "no NaN or infinity; error <= 1e-3 of the output's largest magnitude; >= 99.5 % of ids agree"
         if info.backend == "torch":
             yield Check(f"numbers: {role}", "not run", {}, limit, "the torch backend is the reference")
         elif importlib.util.find_spec("torch") is None:
@@ -93,42 +95,55 @@ def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[C
                 yield Check(f"numbers: {role}.{result.output}", status, result.measured, limit, result.reason)
 
 
-def _check_outputs(engine: Engine, advance: Any) -> Iterator[Check]:
-    """Speculative against token-by-token decoding on the probes, greedy and sampled; then tau of the greedy runs."""
-    verdicts = {"equal": 0, "tie": 0, "different": 0}
-    different = []
-    steps: list[int] = []
-    prompts = [ids for ids in map(engine.tokenizer.encode, PROBES) if ids]
+def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator[Check]:
+    """Speculative against token-by-token decoding on the probes, greedy and sampled, alone and in a batch; then tau."""
     room = engine.limits.max_seq_len
-    for prompt in prompts:
-        ids = prompt[: min(engine.limits.max_input_len, max(1, room // 2))]
-        for settings in SETTINGS:
-            tokens = min(PROBE_TOKENS, room - len(ids))
+    longest = min(engine.limits.max_input_len, max(1, room // 2))
+    prompts = [ids[:longest] for ids in map(engine.tokenizer.encode, PROBES) if ids]
+    comparisons: list[tuple[str, Comparison]] = []
+    steps: list[int] = []
+    for settings in SETTINGS:
+        tokens = min(PROBE_TOKENS, room - longest)
+        batched = engine.limits.max_batch_size > 1
+        rows = engine.generate_batch(prompts, max_tokens=tokens, **settings) if batched else []
+        for number, ids in enumerate(prompts):
             plain = engine.generate(ids, speculation=False, max_tokens=tokens, **settings)
             drafted = engine.generate(ids, max_tokens=tokens, **settings)
-            comparison = compare_outputs(engine, ids, plain.token_ids, drafted.token_ids, **settings)
-            verdicts[comparison.verdict] += 1
-            if comparison.verdict == "different":
-                different.append(f"{settings}, token {comparison.position}, margin {comparison.margin}")
+            for output in (drafted, *rows[number : number + 1]):
+                comparison = compare_outputs(engine, ids, plain.token_ids, output.token_ids, **settings)
+                comparisons.append((str(settings), comparison))
             if settings["temperature"] == 0:
                 steps += drafted.statistics.acceptance_lengths
             advance(1)
-    yield Check(
-        "losslessness",
-        "failed" if different or not prompts else "passed",
-        dict(verdicts),
-        "token for token equal to token-by-token decoding, ties below 1e-4 excepted",
-        "; ".join(different) or ("" if prompts else "the tokenizer encodes no probe"),
-    )
-    tau = float(np.mean(steps)) if steps else None
-    yield Check(
-        "acceptance",
-        "not run" if tau is None else "passed" if tau > MIN_TAU else "failed",
-        {"mean_acceptance_length": tau, "steps": len(steps)},
-        f"tau > {MIN_TAU}",
-        "no decoding step was needed"
-        if tau is None
-        else ""
-        if tau > MIN_TAU
-        else f"tau is {tau:.3f}: the drafter does not draft for this target",
-    )
+    yield _losslessness(comparisons, precision)
+    yield _acceptance(steps)
+
+
+def _losslessness(comparisons: list[tuple[str, Comparison]], precision: str) -> Check:
+    """Promised in float32 alone: elsewhere passes of different width round differently, which the figures then show."""
+    verdicts = {name: sum(c.verdict == name for _, c in comparisons) for name in ("equal", "tie", "different")}
+    limit = f"token for token equal to token-by-token decoding; ties below {TIE:g} in at most {MAX_TIES:.0%}"
+    if precision != "float32":
+        return Check("losslessness", "not run", verdicts, limit, f"promised in float32 alone, this is {precision}")
+    different = [
+        f"{settings}, token {c.position}, margin {c.margin}" for settings, c in comparisons if c.verdict == "different"
+    ]
+    if not comparisons:
+        reason = "the tokenizer encodes no probe"
+    elif different:
+        reason = "; ".join(different)
+    else:
+        reason = "too many ties" if verdicts["tie"] > max(1, MAX_TIES * len(comparisons)) else ""
+    return Check("losslessness", "failed" if reason else "passed", verdicts, limit, reason)
+
+
+def _acceptance(steps: list[int]) -> Check:
+    """tau over all steps of the greedy runs."""
+    limit = f"tau > {MIN_TAU}"
+    if not steps:
+        reason = "no decoding step was needed: max_seq_len is too small, or every probe ends at once"
+        return Check("acceptance", "failed", {"steps": 0}, limit, reason)
+    tau = float(np.mean(steps))
+    reason = "" if tau > MIN_TAU else f"tau is {tau:.3f}: the drafter does not draft for this target"
+    measured = {"mean_acceptance_length": tau, "steps": len(steps)}
+    return Check("acceptance", "failed" if reason else "passed", measured, limit, reason)

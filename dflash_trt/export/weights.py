@@ -7,6 +7,8 @@ into safetensors files of the bundle. The embedding and the head exist once: the
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,10 @@ _RESERVED = (CONVERTED, SHARED, TABLES)
 _SAFETENSORS_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _IR_DTYPE = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
 _SHARED_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 
@@ -70,12 +76,18 @@ class PlacedWeights:
 
 
 def link(source: Path, destination: Path) -> None:
-    """Hard-links, or copies when the two lie on different filesystems; an existing destination is left as it is."""
+    """Hard-links, or copies where that is not possible (another filesystem, a file of somebody else's, too many links).
+
+    An existing destination is left as it is.
+    """
     if destination.exists():
         return
     try:
         os.link(source.resolve(), destination)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        log.warning("%s cannot be hard-linked into the bundle (%s): copying it", source, error.strerror)
         shutil.copyfile(source, destination)
 
 
@@ -136,7 +148,7 @@ def place_target(
     """Places a target's tensors and its rotary tables in its bundle folder.
 
     Args:
-        tensors: the checkpoint's; a tied target may lack `lm_head.weight`.
+        tensors: those of the model alone; without `lm_head.weight` the head is the embedding.
         tables: `rope_cos`, `rope_sin` float32.
         dtype: of the graph.
         folder: exists already.

@@ -5,6 +5,7 @@ Attention reads and writes fixed-capacity caches through the two custom operator
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,7 @@ class NewTokens:
     cos: torch.Tensor
     sin: torch.Tensor
 
+    @functools.cached_property
     def causal_visibility(self) -> torch.Tensor:
         """The visibility of layers that are causal inside the block, whatever the caller allowed."""
         return self.visibility & (self.position_ids[:, None, :] <= self.position_ids[:, :, None])
@@ -130,7 +132,7 @@ class Attention(nn.Module):
             key_cache,
             value_cache,
             tokens.context_len,
-            tokens.causal_visibility() if self.policy.causal else tokens.visibility,
+            tokens.causal_visibility if self.policy.causal else tokens.visibility,
             None,
             tokens.position_ids,
             scale=self.head_dim**-0.5,

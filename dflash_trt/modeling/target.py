@@ -52,7 +52,10 @@ class TargetModel(nn.Module):
         logit_rows: torch.Tensor,
         *caches: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Shapes as in design section 4; returns logits, token_ids, context_features, then the caches."""
+        """Shapes as in design section 4; returns logits, token_ids, context_features, then the caches.
+
+        token_ids is -1 where a row of logits is not finite.
+        """
         tokens = NewTokens(position_ids, context_len, visibility, self.rope_cos, self.rope_sin)
         x = self.model.embed_tokens(input_ids)
         states, new_caches = [], []
@@ -65,4 +68,7 @@ class TargetModel(nn.Module):
         wanted = x.gather(1, logit_rows[:, :, None].expand(-1, -1, x.shape[-1]))
         logits = self.lm_head(self.model.norm(wanted)).float()
         features = torch.cat([states[tap] for tap in self.taps], dim=-1)
-        return (logits, logits.argmax(-1), features, *new_caches)
+        # argmax of a row with NaN is some token; -1 cannot be mistaken for one
+        finite = logits.sum(-1).abs() < float("inf")
+        token_ids = torch.where(finite, logits.argmax(-1), -1)
+        return (logits, token_ids, features, *new_caches)

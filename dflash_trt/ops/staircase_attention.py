@@ -1,9 +1,10 @@
 """StaircaseAttention: a small set of new tokens attends over a long shared context and over itself.
 
 Query i of batch row b sees slots j < context_len[b], and slots context_len[b] + j with visibility[b, i, j]; nothing
-else, whatever lies in the rest of the cache. Slot j of the context holds position j; new token j is at
-`position_ids[b, j]`, which may repeat (trees). With `sliding_window` W > 0 a query at p sees a key at k only if
-0 <= p - k < W (`causal` 1) or |p - k| < W (`causal` 0); without a window positions rule nothing.
+else, whatever finite values lie in the rest of the cache (a runtime may multiply them with a weight of 0). Slot j of
+the context holds position j; new token j is at `position_ids[b, j]`, which may repeat (trees). With `sliding_window`
+W > 0 a query at p sees a key at k only if 0 <= p - k < W (`causal` 1) or |p - k| < W (`causal` 0); without a window
+positions rule nothing.
 
     query              [B, Hq, Q, D]    float, already normalised and rotated
     key_cache, value_cache [B, Hkv, C, D]  float, rotated keys

@@ -28,11 +28,6 @@ class Acceptance:
     path: list[int]
     tokens: list[int]
 
-    @property
-    def accepted_drafts(self) -> int:
-        """Drafted tokens that were emitted; the bonus does not count."""
-        return len(self.path) - 1
-
 
 def walk(tree: CandidateTree, choose: Choose) -> Acceptance:
     """Follow the target's choices down the tree until one is in no child; that one is the bonus token.

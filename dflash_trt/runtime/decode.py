@@ -13,12 +13,21 @@ from contextlib import contextmanager
 import numpy as np
 
 from dflash_trt.backends.base import Array, Cache, Session
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import BackendError, RequestError
 from dflash_trt.runtime.acceptance import Acceptance, Choose, walk
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
 from dflash_trt.runtime.statistics import Stage
 from dflash_trt.runtime.tree import CandidateTree
+
+
+def _checked(token: np.int64) -> int:
+    """A token id of the target graph, which is -1 where its logits are not finite."""
+    if token < 0:
+        raise BackendError(
+            "the target's logits are NaN or infinite", where="target graph", mend="Run `dflash-trt verify`"
+        )
+    return int(token)
 
 
 class DecodeBatch:
@@ -106,7 +115,7 @@ class DecodeBatch:
                 self._inject(row, sequence, outputs["context_features"], size, start)
         sequence.committed = len(prompt)
         if greedy:
-            first = int(outputs["token_ids"][0, 0])
+            first = _checked(outputs["token_ids"][0, 0])
         else:
             first = sequence.sampler.choose(outputs["logits"][0, 0], len(prompt), sequence.history)
         sequence.emit([first])
@@ -130,8 +139,10 @@ class DecodeBatch:
     # -- draft
 
     def _block_size(self, sequence: SequenceState) -> int:
-        """Anchor and drafts: no more drafts than tokens that may still come."""
-        return min(self.limits.block_size, sequence.remaining + 1) if self.drafter else 1
+        """Anchor and drafts: no more drafts than tokens that may come, as in the authors' loop; none for the last."""
+        if self.drafter is None or sequence.remaining == 1:
+            return 1
+        return min(self.limits.block_size, sequence.remaining + 1)
 
     def _anchors(self, rows: list[int]) -> list[CandidateTree]:
         return [CandidateTree.chain([self.sequences[row].anchor]) for row in rows]
@@ -207,7 +218,7 @@ class DecodeBatch:
         sequence = self.sequences[row]
         if sequence.params.is_plain_greedy:
             ids = outputs["token_ids"][row]
-            return lambda node, path: int(ids[node])
+            return lambda node, path: _checked(ids[node])
         logits, first = outputs["logits"][row], sequence.committed + 1
         return lambda node, path: sequence.sampler.choose(
             logits[node], first + int(tree.depths[node]), sequence.history, path

@@ -51,7 +51,6 @@ def test_emitted_tokens_equal_the_rollout(seed: int, nodes: int, chain: bool) ->
         result = walk(tree, lambda node, path, prefix=prefix: next_token((*prefix, *path), seed))
         assert result.tokens == rollout(prefix, len(result.tokens), seed)
         assert len(result.path) == len(result.tokens)
-        assert result.accepted_drafts == len(result.tokens) - 1
         assert [int(tree.tokens[node]) for node in result.path[1:]] == result.tokens[:-1]
         prefix += tuple(result.tokens)
 
@@ -64,13 +63,13 @@ def test_a_tree_accepts_at_least_what_its_chains_accept(seed: int, nodes: int) -
     def choose(node: int, path: tuple[int, ...]) -> int:
         return next_token((*prefix, *path), seed)
 
-    accepted = walk(tree, choose).accepted_drafts
+    accepted = len(walk(tree, choose).path) - 1
     chains = []
     for leaf in (node for node in range(len(tree)) if not tree.children(node)):
         nodes_up = [leaf]
         while nodes_up[-1]:
             nodes_up.append(int(tree.parents[nodes_up[-1]]))
-        chains.append(walk(CandidateTree.chain(tree.tokens[nodes_up[::-1]]), choose).accepted_drafts)
+        chains.append(len(walk(CandidateTree.chain(tree.tokens[nodes_up[::-1]]), choose).path) - 1)
     assert accepted == max(chains)
 
 
