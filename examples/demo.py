@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import dflash_trt
 from dflash_trt.runtime.engine import Engine, Generation
 
-PROMPTS = (
-    'class Stack:\n    """A last-in first-out container."""\n\n    def __init__(self):\n        ',
-    "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    def test_",
-    "def read_lines(path):\n    with open(path) as f:\n        ",
+# (prompt, sampling): greedy, and sampled with a seed
+PROMPTS: tuple[tuple[str, dict], ...] = (
+    ("import unittest\nfrom test import support\n\n\nclass ParserTest(unittest.TestCase):\n", {}),
+    ('def read_config(path):\n    """Read a configuration file."""\n', {}),
+    ("class Stack:\n    def __init__(self):\n        self.items = []\n", {"temperature": 0.5, "seed": 1}),
 )
 
 
-def timed(engine: Engine, prompt: str, tokens: int, speculation: bool) -> tuple[Generation, float]:
+def timed(engine: Engine, prompt: str, speculation: bool, **sampling: Any) -> tuple[Generation, float]:
     """A generation and its seconds."""
     started = time.perf_counter()
-    generation = engine.generate(prompt, max_tokens=tokens, speculation=speculation)
+    generation = engine.generate(prompt, speculation=speculation, **sampling)
     return generation, time.perf_counter() - started
 
 
@@ -39,17 +42,18 @@ def main(bundle: Path, max_tokens: int) -> None:
     """Generate from a few prompts with BUNDLE."""
     console = Console()
     engine = dflash_trt.load(bundle)
-    engine.generate(PROMPTS[0], max_tokens=8)  # the first pass of a session allocates
+    engine.generate("import", max_tokens=8)  # the first pass of a session allocates
     table = Table(title="speculation against token by token, same output", title_justify="left")
     for name in ("prompt", "tokens", "steps", "acceptance length", "acceptance rate", "speedup", "identical"):
         table.add_column(name, justify="left" if name == "prompt" else "right")
-    for number, prompt in enumerate(PROMPTS, start=1):
-        drafted, seconds = timed(engine, prompt, max_tokens, speculation=True)
-        plain, plain_seconds = timed(engine, prompt, max_tokens, speculation=False)
-        console.print(Panel(f"[dim]{prompt}[/dim]{drafted.text}", title=f"prompt {number}", highlight=False))
+    for number, (prompt, sampling) in enumerate(PROMPTS, start=1):
+        sampling = sampling | {"max_tokens": max_tokens}
+        drafted, seconds = timed(engine, prompt, speculation=True, **sampling)
+        plain, plain_seconds = timed(engine, prompt, speculation=False, **sampling)
+        console.print(Panel(Text.assemble((prompt, "dim"), drafted.text), title=f"prompt {number}"))
         statistics = drafted.statistics
         table.add_row(
-            str(number),
+            f"{number} ({'sampled' if 'seed' in sampling else 'greedy'})",
             str(len(drafted.token_ids)),
             str(statistics.steps),
             _figure(statistics.mean_acceptance_length),

@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -46,7 +47,7 @@ TARGET = dict(architectures=["Qwen3ForCausalLM"], num_hidden_layers=6, **SIZES)
 TARGET_FIT = dict(steps=2000, lr=3e-3, warmup=160, cosine=4000, cooldown=700, weight_decay=0.1, every=200)
 TARGET_BATCH, TARGET_LENGTH = 8, 512
 
-DATA_BATCHES, DATA_BATCH, DATA_LENGTH = 48, 128, 256
+DATA_BATCHES, DATA_BATCH, DATA_LENGTH = 80, 128, 256
 DATA_PROMPT = (48, 128)
 DATA_SAMPLED, DATA_TEMPERATURE = 0.3, (0.8, 1.0)
 
@@ -56,7 +57,11 @@ DFLASH = dict(
     num_target_layers=TARGET["num_hidden_layers"],
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[1, 2, 3, 4]), **SIZES,
 )
-DFLASH_FIT = dict(steps=6000, lr=4e-3, warmup=200, cosine=7000, cooldown=1000, weight_decay=0.01, every=100)
+# Two phases: (batches of the data, optimisation). The second, with more data, starts over with a lower learning rate.
+DFLASH_PHASES = (
+    (48, dict(steps=6000, lr=4e-3, warmup=200, cosine=7000, cooldown=1000, weight_decay=0.01, every=100)),
+    (80, dict(steps=6000, lr=3e-3, warmup=100, cosine=6000, cooldown=1, weight_decay=0.01, every=100)),
+)
 DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 32, 4.0
 
 HELD_OUT_PROMPTS, HELD_OUT_TOKENS = 64, (48, 96)
@@ -226,8 +231,8 @@ def train_dflash(run: Run) -> None:
     drafter = DFlashDrafter(Qwen3Config.from_dict(DFLASH))
     warm_start(drafter, target)
 
-    def loss_at(step: int) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor([row for _, row in epoch_batches(step, DFLASH_BATCH, len(sequences), SEED)])
+    def loss_at(step: int, used: int, seed: int) -> tuple[Tensor, Tensor]:
+        rows = torch.tensor([row for _, row in epoch_batches(step, DFLASH_BATCH, used, seed)])
         tokens, first = sequences[rows], starts[rows, None]
         last = DATA_LENGTH - DFLASH["block_size"]
         anchors = first + (torch.rand(DFLASH_BATCH, DFLASH_ANCHORS) * (last - first + 1)).long()
@@ -236,9 +241,13 @@ def train_dflash(run: Run) -> None:
                 features = target_features(target, tokens, DFLASH["dflash_config"]["target_layer_ids"])
             return dflash_loss(drafter, target, tokens, features, anchors, GAMMA)
 
-    bar, report = progress("dflash", DFLASH_FIT["steps"], console)
-    with bar:
-        fit(drafter, loss_at, checkpoint=run.work / "dflash.ckpt", report=report, **DFLASH_FIT)
+    for phase, (batches, settings) in enumerate(DFLASH_PHASES):
+        if phase:
+            torch.manual_seed(SEED + phase)
+        bar, report = progress(f"dflash, phase {phase + 1}", settings["steps"], console)
+        batch_loss = partial(loss_at, used=batches * DATA_BATCH, seed=SEED + phase)
+        with bar:
+            fit(drafter, batch_loss, checkpoint=run.work / f"dflash.{phase}.ckpt", report=report, **settings)
     save_file({k: v.bfloat16() for k, v in drafter.state_dict().items()}, result)
 
 

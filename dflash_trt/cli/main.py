@@ -5,6 +5,7 @@ Exit codes: 0 fine, 1 a check failed, 2 bad usage or bad input (one message; `--
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -45,9 +46,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"dflash_trt.cli.{cmd_name}").command
-        if not any(parameter.name == "debug" for parameter in command.params):
-            command.params.append(_debug_option())
+        command = copy.copy(importlib.import_module(f"dflash_trt.cli.{cmd_name}").command)
+        command.params = [*command.params, _debug_option()]
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

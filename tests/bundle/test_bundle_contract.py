@@ -175,7 +175,12 @@ def test_a_converted_embedding_exists_once_too(converted):
 def test_bfloat16_stays_linked_for_a_backend_that_runs_it(converted):
     root, _ = converted
     dflash_trt.build(
-        target=root / "target", drafter=root / "drafter", output=root / "bf16", backend="torch", verify=False
+        target=root / "target",
+        drafter=root / "drafter",
+        output=root / "bf16",
+        backend="torch",
+        dtype="bfloat16",
+        verify=False,
     )
     section = json.loads((root / "bf16" / "config.json").read_text())
     assert section["dflash_trt"]["precision"] == section["pretrained_config"]["dtype"] == "bfloat16"

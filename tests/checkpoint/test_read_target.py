@@ -191,7 +191,7 @@ def test_tied_head_may_be_stored_if_identical(target_dir: Path) -> None:
 
 def test_untied_head_must_be_stored(untied_dir: Path) -> None:
     edit_tensors(untied_dir, lm_head__weight=REMOVED)
-    refused(untied_dir, "lm_head.weight is missing, but tie_word_embeddings is false")
+    refused(untied_dir, "lm_head.weight is missing, but tie_word_embeddings is not true")
 
 
 def test_missing_tensor(target_dir: Path) -> None:

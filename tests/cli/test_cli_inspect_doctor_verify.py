@@ -69,7 +69,7 @@ def test_inspect_a_graph(inspect, bundle, pair):
 
 
 def test_inspect_a_portable_graph_names_its_functions(inspect, bundle, dumps):
-    found = inspect(dumps / "target.1-portable.onnx")
+    found = inspect(dumps / "target" / "1-portable.onnx")
     assert found["operators"]["dflash_trt::KVInjection"] == found["operators"]["dflash_trt::StaircaseAttention"] == 4
     assert any("KVInjection" in name for name in found["functions"])
 

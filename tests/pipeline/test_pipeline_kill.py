@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -66,38 +67,40 @@ def test_killed_at_every_step_a_build_leaves_no_bundle(pair, tmp_path):
 def test_killed_at_every_step_a_forced_build_loses_no_bundle(pair, tmp_path):
     output = tmp_path / "bundle"
     _build(pair, output, max_seq_len=48)
-    set_aside = 0  # kills between the two renames
     for moment in range(1, 500):
         status = _build_and_die(pair, output, moment, force=True, max_seq_len=64)
-        if not output.exists():  # the next build puts it back before all else
-            set_aside += 1
-            with pytest.raises(BundleError, match="exists already"):
-                _build(pair, output)
-            assert open_info(output).limits.max_seq_len == 48
         assert open_info(output).limits.max_seq_len in (48, 64)
         if status == 0:
             break
         assert status == -signal.SIGKILL
     else:
         pytest.fail("the build never ended")
-    assert set_aside == 1
     assert open_info(output).limits.max_seq_len == 64
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_what_a_build_with_our_own_process_id_left_is_cleared(pair, tmp_path):
-    """In a container every build may have the same process id."""
+def test_without_an_exchange_a_bundle_that_was_set_aside_is_put_back(pair, tmp_path, monkeypatch):
+    """On filesystems that cannot swap two paths, a kill between the two renames."""
     output = tmp_path / "bundle"
-    shutil.copytree(pair.target, tmp_path / f".bundle.{os.getpid()}.partial")
-    _build(pair, output)
+    _build(pair, output, max_seq_len=48)
+    monkeypatch.setattr("dflash_trt.output._exchange", lambda first, second: False)
+    _build(pair, output, force=True, max_seq_len=64)
+    assert list(tmp_path.iterdir()) == [output]
+    output.rename(tmp_path / ".bundle.abc.replaced")
+    with pytest.raises(BundleError, match="exists already"):
+        _build(pair, output)
+    assert open_info(output).limits.max_seq_len == 64
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_what_a_running_build_writes_and_other_folders_are_left_alone(pair, tmp_path):
-    kept = [f".bundle.{os.getppid()}.partial", ".bundle.x.partial", ".bundle.1.2.partial", ".bundle2.999999999.partial"]
-    for name in kept:
+def test_what_a_running_build_holds_and_other_folders_are_left_alone(pair, tmp_path):
+    kept = [".bundle.running.partial", ".bundle.1.2.partial", ".bundle2.abandoned.partial"]
+    for name in (*kept, ".bundle.abandoned.partial"):
         (tmp_path / name).mkdir()
+    held = os.open(tmp_path / kept[0], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
     _build(pair, tmp_path / "bundle")
+    os.close(held)
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "bundle"}
 
 
@@ -136,7 +139,7 @@ def _wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
     ("pattern", "options"),
     [
         (".bundle.*.partial/target/model.onnx", ()),
-        (".bundle.*.partial/config.json", ("--backend", "torch")),  # while it verifies itself
+        (".bundle.*.partial/tokenizer/tokenizer.json", ("--backend", "torch")),  # while it verifies itself
     ],
     ids=["exporting", "verifying"],
 )

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 import dflash_trt
+from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.config import BuildConfig
 from dflash_trt.errors import RequestError, UsageError
+from dflash_trt.loading import open_info
 
 DOMAIN = "dflash_trt"
 OPS = {"KVInjection", "StaircaseAttention"}
@@ -32,7 +34,9 @@ PROMPTS = ("The quick brown fox jumps over the lazy dog", "x", "def f(a, b):\n  
 @pytest.fixture(scope="module")
 def stages(bundle, dumps) -> dict[str, onnx.ModelProto]:
     """File name -> graph, without weights."""
-    return {path.name: onnx.load(path, load_external_data=False) for path in dumps.iterdir()}
+    return {
+        f"{path.parent.name}.{path.name}": onnx.load(path, load_external_data=False) for path in dumps.rglob("*.onnx")
+    }
 
 
 def _nodes(nodes) -> list[onnx.NodeProto]:
@@ -92,6 +96,14 @@ def test_a_dump_holds_no_weights_and_names_the_bundles_files(stages, bundle):
                 assert (bundle / name.split(".")[0] / places["location"]).is_file()
             else:
                 assert tensor.ByteSize() < 128
+
+
+@pytest.mark.parametrize("stage", ["1-portable", "2-standard"])
+def test_a_dump_opens_where_it_lies(bundle, dumps, stage):
+    """Portable graphs run as they are: the weights are linked beside them."""
+    info = open_info(bundle)
+    for role in LAYERS:
+        OrtSession(dumps / role / f"{stage}.onnx", info.graphs[role].spec)
 
 
 # -- options

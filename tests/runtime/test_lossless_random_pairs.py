@@ -165,7 +165,12 @@ def test_onnxruntime_bundles_of_random_pairs(seed, tmp_path):
         "taps": sorted(random.choice(layers, size=2, replace=False).tolist()),
         "block_size": int(random.integers(2, 10)),
         "drafter_layers": 1 + seed % 2,
-        "drafter": [{}, {"is_causal": True}, {}, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}][seed],
+        "drafter": [
+            {},
+            {"is_causal": True},
+            {},
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True},
+        ][seed],
     }
     write_pair(shape, tmp_path)
     dflash_trt.build(
