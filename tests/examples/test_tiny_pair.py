@@ -113,8 +113,9 @@ def test_every_step_accepts_what_the_authors_loop_accepts(engine, outputs):
         assert outputs[prompt][True].statistics.acceptance_lengths == steps
 
 
-def test_mean_acceptance_length_on_held_out_prompts(outputs):
-    steps = [n for generated in outputs.values() for n in generated[True].statistics.acceptance_lengths]
+def test_mean_acceptance_length_on_held_out_prompts(engine):
+    """Over all steps, as the README gives it."""
+    steps = [n for prompt in PROMPTS for n in engine.generate(prompt, max_tokens=96).statistics.acceptance_lengths]
     assert sum(steps) / len(steps) >= 3.0
 
 
