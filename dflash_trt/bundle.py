@@ -1,4 +1,4 @@
-"""The bundle: the folder a build writes and the runtime loads (design section 8).
+"""The bundle: the folder a build writes and the runtime loads.
 
     bundle/
       config.json          TensorRT-LLM's keys + "dflash_trt"

@@ -1,4 +1,4 @@
-"""The I/O of every graph: names, dtypes, symbolic shapes (design section 4). Exporter and runtime share these."""
+"""The I/O of every graph: names, dtypes, symbolic shapes. Exporter and runtime share these."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class DFlashDrafter(nn.Module):
         visibility: torch.Tensor,
         *caches: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Shapes as in design section 4; returns draft_ids, confidence, logits, then the caches.
+        """Shapes as in `export/contract.py`; returns draft_ids, confidence, logits, then the caches.
 
         Slots context_len .. context_len + N + Q are written; those beyond the block hold nothing of meaning, and
         nothing sees them.

@@ -1,4 +1,4 @@
-"""The target graph: one module for prefill chunks and verification (design section 4)."""
+"""The target graph: one module for prefill chunks and verification."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TargetModel(nn.Module):
         logit_rows: torch.Tensor,
         *caches: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Shapes as in design section 4; returns logits, token_ids, context_features, then the caches.
+        """Shapes as in `export/contract.py`; returns logits, token_ids, context_features, then the caches.
 
         token_ids is -1 where a row of logits is not finite.
         """

@@ -1,5 +1,5 @@
 """The two custom operators, domain `dflash_trt`, version 1: each with an eager reference, a torch custom op and an
-ONNX function body that must agree (design section 3)."""
+ONNX function body that must agree."""
 
 DOMAIN = "dflash_trt"
 VERSION = 1

@@ -1,4 +1,4 @@
-"""The draft-verify loop over a batch of sequences, each in its own cache row (design section 5).
+"""The draft-verify loop over a batch of sequences, each in its own cache row.
 
 Lossless by construction: whatever the drafter proposes, every emitted token is the target's own choice, drawn with
 randomness that depends on (seed, position) alone.

@@ -1,4 +1,4 @@
-"""What a generation did, counted by one set of definitions (design, section 5)."""
+"""What a generation did, counted by one set of definitions."""
 
 from __future__ import annotations
 

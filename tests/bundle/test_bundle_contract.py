@@ -1,4 +1,4 @@
-"""The bundle's layout and config.json (design section 8), spelled out here a second time; links; moving it."""
+"""The bundle's layout and config.json, spelled out here a second time; links; moving it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line's contract (design section 9), spelled out here a second time: commands, options, help."""
+"""The command line's contract, spelled out here a second time: commands, options, help."""
 
 from __future__ import annotations
 

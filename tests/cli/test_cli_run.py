@@ -55,7 +55,7 @@ def test_speculation_does_not_change_the_tokens(generate, settings):
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["text"] == plain["text"]
     assert len(set(drafted["token_ids"])) > 3
-    # What ran is told, so a silent fall-back shows (field report 40).
+    # What ran is told, so a silent fall-back shows.
     assert drafted["statistics"]["proposed_drafts"] > 0
     assert plain["statistics"]["proposed_drafts"] == plain["statistics"]["draft_passes"] == 0
     assert plain["acceptance_lengths"] == [1] * 39

@@ -53,7 +53,7 @@ def test_nan_fails(references):
 
 
 def test_noise_beside_an_outlier_channel_fails(references):
-    """Real hidden states have channels of 2e4 among values around 1 (papers 1.3): they must not excuse the rest."""
+    """Real hidden states have channels of 2e4 among values around 1: they must not excuse the rest."""
     random = np.random.default_rng(0)
 
     def outlier(name, value):
@@ -105,7 +105,7 @@ def test_every_precision_has_a_limit():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logits_that_are_not_finite_never_become_tokens(tmp_path, temperature):
-    """Field report 15: an overflow must not look like output."""
+    """An overflow must not look like output."""
     from dflash_trt.errors import BackendError
 
     make_target(tmp_path / "t", seed=1)

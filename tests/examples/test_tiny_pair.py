@@ -133,7 +133,7 @@ def test_the_command_line_gives_the_same_ids_with_and_without_speculation(bundle
 
 
 def test_a_copied_identifier_comes_out_uncorrupted(engine):
-    """Field report 21: text that copies from the prompt."""
+    """Text that copies from the prompt."""
     name = "zq_handler_8841"
     prompt = f"class {name}:\n    pass\n\n\nx = {name}()\ny = {name}()\nz = "
     drafted = engine.generate(prompt, max_tokens=48)

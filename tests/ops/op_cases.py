@@ -1,4 +1,4 @@
-"""Cases of the two operators: random inputs, what design section 3 says of them as plain loops, one-node models."""
+"""Cases of the two operators: random inputs, what their definitions say as plain loops, one-node models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KVInjection: the loops of design section 3 == the eager reference == the ONNX function body."""
+"""KVInjection: the definition as plain loops == the eager reference == the ONNX function body."""
 
 from __future__ import annotations
 

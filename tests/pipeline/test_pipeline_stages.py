@@ -19,7 +19,7 @@ from dflash_trt.loading import open_info
 DOMAIN = "dflash_trt"
 OPS = {"KVInjection", "StaircaseAttention"}
 LAYERS = {"target": 4, "drafter": 2}
-# design section 4
+# the contract of the graphs, spelled out a second time
 INPUTS = {
     "target": ["input_ids", "position_ids", "visibility", "context_len", "logit_rows"],
     "drafter": ["context_features", "feature_len", "context_len", "block_ids", "block_position_ids", "visibility"],

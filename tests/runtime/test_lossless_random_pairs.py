@@ -201,7 +201,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(tmp_path, speculation):
 
 
 def test_rejected_rows_left_in_the_cache_never_matter(tmp_path):
-    """Poisons every slot beyond the committed length after each step (field report 25)."""
+    """Poisons every slot beyond the committed length after each step."""
     make_target(tmp_path / "t", vocab_size=6, seed=8)
     make_drafter(tmp_path / "d", tmp_path / "t", taps=[0, 3], block_size=6, seed=9)
     engine = torch_engine(tmp_path / "t", tmp_path / "d")
@@ -236,7 +236,7 @@ def decode_params(tokens: int):
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 8, 9])
 def test_capacity_ends_a_sequence_in_mid_block(tmp_path, room):
-    """prompt + output never exceed max_seq_len, whatever the block (field report 24)."""
+    """prompt + output never exceed max_seq_len, whatever the block."""
     make_target(tmp_path / "t", vocab_size=6, seed=8)
     make_drafter(tmp_path / "d", tmp_path / "t", taps=[0, 3], block_size=8, seed=9)
     engine = torch_engine(tmp_path / "t", tmp_path / "d", max_seq_len=20)
@@ -248,7 +248,7 @@ def test_capacity_ends_a_sequence_in_mid_block(tmp_path, room):
 
 
 def test_a_second_request_starts_afresh(tmp_path):
-    """Field report 22: stale lengths."""
+    """No stale lengths."""
     make_target(tmp_path / "t", vocab_size=9, seed=1)
     make_drafter(tmp_path / "d", tmp_path / "t", taps=[0, 3], block_size=4, seed=2)
     engine = torch_engine(tmp_path / "t", tmp_path / "d")
