@@ -165,12 +165,14 @@ def read_info(folder: Path) -> BundleInfo:
         text = path.read_bytes().decode("utf-8")  # not read_text: it would hide a changed line end from the digest
         config = json.loads(text)
     except FileNotFoundError as error:
-        raise BundleError(f"has no {CONFIG}, so it is not a bundle", where=str(folder)) from error
+        what = f"has no {CONFIG}, so it is not a bundle"
+        raise BundleError(what, where=str(folder), mend="Give the folder `build --output` wrote") from error
     except (OSError, ValueError, RecursionError) as error:
         raise BundleError(f"cannot be read: {error}", where=str(path), mend="Build the bundle again") from error
     section = config.get("dflash_trt") if isinstance(config, dict) else None
     if not isinstance(section, dict):
-        raise BundleError('has no section "dflash_trt", so the folder is not a bundle', where=str(path))
+        what = 'has no section "dflash_trt", so the folder is not a bundle'
+        raise BundleError(what, where=str(path), mend="Give the folder `build --output` wrote")
     if section.get("format") != FORMAT:
         raise BundleError(
             f"bundle format {section.get('format')}, {_built_with(section)}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,13 +70,7 @@ class BuildConfig(Frozen):
         try:
             return cls.model_validate(values)
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(str(part) for part in first["loc"])
-            where = f"{config}, {name}" if config is not None else name
-            given = "" if first["type"] == "missing" else f" (given: {first['input']!r})"
-            raise UsageError(
-                f"{first['msg']}{given}", where=where, mend=f"Fields: {', '.join(cls.model_fields)}"
-            ) from error
+            raise _usage_error(error, Path(config) if config is not None else None) from error
 
     def check_expected(self, target: DecoderSpec, drafter: DecoderSpec) -> None:
         """Raises PairError where a checkpoint differs from what the configuration expects."""
@@ -94,15 +89,36 @@ class BuildConfig(Frozen):
                     )
 
 
+def _usage_error(error: pydantic.ValidationError, config: Path | None) -> UsageError:
+    """One problem in the words of the command line: an unknown field may explain a missing one, so it comes first."""
+    order = {"extra_forbidden": 0, "missing": 2}
+    problem = min(error.errors(), key=lambda problem: order.get(problem["type"], 1))
+    field = ".".join(str(part) for part in problem["loc"])
+    option = f"--{field.replace('_', '-')}"
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(field, BuildConfig.model_fields, n=1)
+        mend = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(BuildConfig.model_fields)}"
+        return UsageError(f"there is no build option {field}", where=str(config or ""), mend=mend)
+    if problem["type"] == "missing":
+        where = f"{config}, {field}" if config else option
+        return UsageError("is missing", where=where, mend=f"Give {option} on the line, or {field} in a configuration")
+    rule = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    where = f"{config}, {field}" if config else option
+    return UsageError(f"{problem['input']!r} must be {rule}", where=where, mend="Change or omit it")
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        what = f"cannot be read: {error.strerror}"
+        raise UsageError(what, where=f"--config {path}", mend="Give a YAML file of build options") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"is not valid YAML ({_in_one_line(error)})", where=str(path)) from error
     if not isinstance(values, dict):
-        raise UsageError("must be a mapping of build options", where=str(path))
+        raise UsageError(
+            "must be a mapping of build options", where=str(path), mend="For example: max_seq_len: 1024"
+        )
     return {
         name: path.parent / value if name in _PATHS and isinstance(value, str) else value
         for name, value in values.items()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dflash_trt import __version__
 from dflash_trt.backends.base import Session
 from dflash_trt.bundle import BundleInfo, check_files, read_info, tool_versions
 from dflash_trt.checkpoint.tensors import TensorFolder
-from dflash_trt.errors import BackendError, BundleError
+from dflash_trt.errors import BackendError, BundleError, UsageError
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.text import Tokenizer
 
@@ -24,6 +25,9 @@ def load_engine(folder: Path, *, threads: int = 0) -> Engine:
 
 def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0) -> Engine:
     """Opens a bundle whose files were checked, or just written."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if not 0 <= threads <= most:
+        raise UsageError(f"{threads} must be 0 (the backend chooses) to {most}", where="--threads", mend="Use fewer")
     sessions = {role: open_session(folder, info, role, threads=threads) for role in info.roles}
     return Engine(
         sessions["target"],

@@ -62,10 +62,11 @@ def _umask() -> int:
 def _check_output(output: Path, force: bool) -> None:
     if not output.exists() and not output.is_symlink():
         return
+    if not is_bundle(output):
+        what = "exists already and is not a bundle, which --force would replace"
+        raise BundleError(what, where=str(output), mend="Choose another place, or remove it yourself")
     if not force:
         raise BundleError("exists already", where=str(output), mend="Choose another place, or replace it with --force")
-    if not is_bundle(output):
-        raise BundleError("is not a bundle: --force does not replace it", where=str(output), mend="Remove it yourself")
 
 
 def _replace(output: Path, temporary: Path) -> None:

@@ -18,7 +18,12 @@ from dflash_trt.evaluation.losslessness import compare_outputs
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSONL with a field "prompt".')
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    required=True,
+    help='JSONL with a field "prompt".',
+)
 @click.option("--max-tokens", default=96, show_default=True)
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--seed", default=0, show_default=True)
@@ -29,7 +34,13 @@ def main(
 ) -> None:
     """Measure BUNDLE on a file of prompts."""
     engine = dflash_trt.load(bundle, threads=threads)
-    texts = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        texts = [json.loads(line)["prompt"] for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise click.BadParameter('every line must be a JSON object with "prompt"', param_hint="--prompts") from error
+    if not texts:
+        raise click.BadParameter("the file has no prompts", param_hint="--prompts")
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     engine.generate(texts[0], **settings)  # the first pass of a session allocates
     steps: list[int] = []

@@ -79,3 +79,19 @@ def test_a_checkpoint_the_configuration_was_not_written_for_is_refused(tmp_path)
     )
     with pytest.raises(PairError, match=r"taps = \[1\].*\[2\]"):
         config.check_expected(read_target(tmp_path / "t").spec, read_drafter(tmp_path / "d").spec)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("drafer: d", ("no build option drafer", "Did you mean drafter?")),  # named before what is then missing
+        ("max_seq_len: 512", ("target: is missing", "--target")),
+        ("max_seq_len: 1", ("max_seq_len: 1 must be greater than or equal to 2",)),
+        ("- 1", ("must be a mapping", "max_seq_len: 1024")),
+    ],
+)
+def test_a_faulty_configuration_is_explained(tmp_path, text, words):
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    with pytest.raises(UsageError) as raised:
+        BuildConfig.from_options(tmp_path / "c.yaml")
+    assert all(word in str(raised.value) for word in words), raised.value

@@ -32,6 +32,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raw = path.read_bytes()
     except FileNotFoundError:
         mend = "Point at a Hugging Face checkpoint folder with all of its files"
+        if not path.parent.exists():
+            mend += "; a name on the Hub has to be downloaded first"
+            raise CheckpointError("there is no such folder", where=str(path.parent), mend=mend) from None
         raise CheckpointError(f"there is no {path.name}", where=str(path.parent), mend=mend) from None
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from None

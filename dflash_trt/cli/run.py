@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--prompt", help="The prompt; without it and --prompt-file it is read from stdin.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt, UTF-8, taken as it is.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens at most.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="New tokens at most, within max_seq_len.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
 @click.option("--top-k", type=int, default=0, help="Sample from the k likeliest tokens; 0 is off.")
 @click.option("--top-p", type=float, default=1.0, help="Sample from the likeliest tokens of this mass; 1 is off.")
@@ -80,7 +80,12 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         text = prompt
     elif prompt_file is not None:
-        text = _utf8(prompt_file.read_bytes(), str(prompt_file))
+        try:
+            data = prompt_file.read_bytes()
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+            raise UsageError(what, where=f"--prompt-file {prompt_file}", mend="Give a text file, or pipe it") from error
+        text = _utf8(data, str(prompt_file))
     elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("there is no prompt", mend="Give --prompt, --prompt-file, or pipe it to stdin")
     else:

@@ -116,7 +116,7 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
                 steps += drafted.statistics.acceptance_lengths
             advance(1)
     yield _losslessness(comparisons, precision)
-    yield _acceptance(steps)
+    yield _acceptance(steps, engine)
 
 
 def _losslessness(comparisons: list[tuple[str, Comparison]], precision: str) -> Check:
@@ -137,7 +137,7 @@ def _losslessness(comparisons: list[tuple[str, Comparison]], precision: str) -> 
     return Check("losslessness", "failed" if reason else "passed", verdicts, limit, reason)
 
 
-def _acceptance(steps: list[int]) -> Check:
+def _acceptance(steps: list[int], engine: Engine) -> Check:
     """tau over all steps of the greedy runs."""
     limit = f"tau > {MIN_TAU}"
     if not steps:
@@ -145,5 +145,7 @@ def _acceptance(steps: list[int]) -> Check:
         return Check("acceptance", "failed", {"steps": 0}, limit, reason)
     tau = float(np.mean(steps))
     reason = "" if tau > MIN_TAU else f"tau is {tau:.3f}: the drafter does not draft for this target"
+    if reason and engine.limits.max_seq_len < 4 * engine.limits.block_size:
+        reason += f", or max_seq_len {engine.limits.max_seq_len} is too short to tell"
     measured = {"mean_acceptance_length": tau, "steps": len(steps)}
     return Check("acceptance", "failed" if reason else "passed", measured, limit, reason)

@@ -142,13 +142,13 @@ def _content(folder: Path) -> dict[str, bytes | None]:
         (("--branches", 4), ["--branches", "D2SD"]),
         (("--branches", 0), ["--branches"]),
         (("--block-size", 9), ["9", "block_size is 8"]),
-        (("--block-size", 1), ["block_size", "1"]),
-        (("--block-size", 0), ["block_size"]),
+        (("--block-size", 1), ["--block-size", "1"]),
+        (("--block-size", 0), ["--block-size"]),
         (("--max-seq-len", 513), ["513", "512", "max_position_embeddings"]),
-        (("--max-seq-len", 1), ["max_seq_len", "1"]),
-        (("--max-input-len", 0), ["max_input_len", "0"]),
+        (("--max-seq-len", 1), ["--max-seq-len", "1"]),
+        (("--max-input-len", 0), ["--max-input-len", "0"]),
         (("--max-input-len", 64, "--max-seq-len", 64), ["--max-input-len", "64"]),
-        (("--max-batch-size", 0), ["max_batch_size", "0"]),
+        (("--max-batch-size", 0), ["--max-batch-size", "0"]),
         (("--max-batch-size", "two"), ["two"]),
         (("--config", "/nowhere/build.yaml"), ["/nowhere/build.yaml", "No such file"]),
         (("--config", "/"), ["directory"]),
@@ -183,7 +183,7 @@ def test_build_refuses_a_configuration(refused_build, tmp_path, text, words):
 
 def test_build_names_the_missing_option(refused_build):
     for name in ("target", "drafter", "output"):
-        refused_build(words=(name, "required"), **{name: None})
+        refused_build(words=(f"--{name}", "missing"), **{name: None})
 
 
 def test_build_refuses_checkpoints_that_are_none(refused_build, pair, tmp_path):
@@ -256,3 +256,10 @@ def test_an_internal_error_is_one_message_too(run_cli, bundle, monkeypatch):
     assert "internal error" in err
     assert "KeyError: 'surprise'" in err
     assert "Traceback" in run_cli("--debug", "run", bundle, "--prompt", "a").err
+
+
+@pytest.mark.parametrize("threads", [100_000, 10_000_000])
+def test_threads_have_a_bound(bundle, run_cli, threads):
+    code, out, err = run_cli("run", bundle, "--prompt", "x", "--threads", threads)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: --threads: {threads} must be")
