@@ -72,15 +72,18 @@ class BundleInfo(Frozen):
     files: dict[str, FileRecord]
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, None where it is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def tool_versions(names: tuple[str, ...] = ("torch", "onnx", "onnxscript", "onnxruntime")) -> dict[str, str]:
     """Versions of this package, of Python's ML packages that shape a bundle, and nothing for those not installed."""
-    versions = {"dflash_trt": __version__}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {name: installed_version(name) for name in names}
+    return {"dflash_trt": __version__} | {name: version for name, version in found.items() if version is not None}
 
 
 class _Digests:

@@ -44,7 +44,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
     tensors = TensorFolder.open(path)
     spec: TargetSpec | DrafterSpec
-    if "model.embed_tokens.weight" in tensors:
+    if target.EMBEDDING in tensors:
         kind, spec = "target checkpoint", target.read_target(path).spec
         parameters = target.parameter_count(spec)
     elif "fc.weight" in tensors or "hidden_norm.weight" in tensors:

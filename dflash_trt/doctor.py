@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
-from typing import Any
+from typing import Any, get_args
 
 from dflash_trt import __version__
+from dflash_trt.backends.base import BACKENDS
+from dflash_trt.bundle import installed_version
+from dflash_trt.config import BackendName
 
 PACKAGES = (
     "torch",
@@ -36,18 +38,11 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "tools": {name: shutil.which(name) for name in ("nvcc", "cmake", "g++")},
         "gpus": _gpus(),
         "backends": _backends(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus() -> list[dict[str, str]]:
@@ -65,10 +60,12 @@ def _gpus() -> list[dict[str, str]]:
 
 def _backends() -> dict[str, dict[str, str | bool]]:
     """Each backend: whether it can be used here, and if not what is missing and how to mend it."""
-    found = {name: importlib.util.find_spec(name) is not None for name in ("onnxruntime", "torch")}
-    backends: dict[str, dict[str, str | bool]] = {
-        name: {"usable": present, "note": "" if present else f"pip install {name}"} for name, present in found.items()
-    }
-    for name in ("tensorrt", "tensorrt-rtx"):
-        backends[name] = {"usable": False, "note": "not part of this version"}
+    backends: dict[str, dict[str, str | bool]] = {}
+    for name in sorted(get_args(BackendName), key=lambda name: name not in BACKENDS):
+        if name not in BACKENDS:
+            backends[name] = {"usable": False, "note": "not part of this version"}
+            continue
+        module, _ = BACKENDS[name]
+        present = importlib.util.find_spec(module) is not None
+        backends[name] = {"usable": present, "note": "" if present else f"pip install {module}"}
     return backends

@@ -7,7 +7,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.export.contract import GraphSpec
+
+# backend -> (the module it needs, precisions it runs; the first is the one it takes unasked)
+BACKENDS: dict[str, tuple[str, tuple[Dtype, ...]]] = {
+    "onnxruntime": ("onnxruntime", ("float32",)),
+    "torch": ("torch", ("float32", "float16", "bfloat16")),
+}
 
 # A device array of the backend's own (numpy, torch): the runtime only slices it and hands it back.
 Array = Any

@@ -1,4 +1,4 @@
-"""From the portable graph to what a backend loads; which backends there are, and what each takes."""
+"""From the portable graph to what a backend loads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 
 import onnx_ir as ir
 
+from dflash_trt.backends.base import BACKENDS
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.config import BackendName
 from dflash_trt.errors import BackendError
@@ -14,12 +15,6 @@ from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.share_capacity import ShareCapacity
 from dflash_trt.passes.simplify import Simplify
 
-# backend -> (the module it needs, precisions it runs; the first is the one it takes unasked)
-_BACKENDS: dict[str, tuple[str, tuple[Dtype, ...]]] = {
-    "onnxruntime": ("onnxruntime", ("float32",)),
-    "torch": ("torch", ("float32", "float16", "bfloat16")),
-}
-
 
 def settle_precision(backend: BackendName, asked: Dtype | None) -> Dtype:
     """The precision a build uses.
@@ -27,13 +22,13 @@ def settle_precision(backend: BackendName, asked: Dtype | None) -> Dtype:
     Raises:
         BackendError: a backend this version cannot lower to, that is not installed, or that cannot run the precision.
     """
-    if backend not in _BACKENDS:
+    if backend not in BACKENDS:
         raise BackendError(
             f"backend {backend} cannot be built for in this version",
             where="--backend",
-            mend=f"Use one of {', '.join(_BACKENDS)}",
+            mend=f"Use one of {', '.join(BACKENDS)}",
         )
-    module, precisions = _BACKENDS[backend]
+    module, precisions = BACKENDS[backend]
     if importlib.util.find_spec(module) is None:
         raise BackendError(f"{module} is not installed", where=f"--backend {backend}", mend=f"pip install {module}")
     precision = asked or precisions[0]

@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 MAX_LAYERS = 1000
 SLIDING, FULL = "sliding_attention", "full_attention"
-_SPEC_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SPEC_DTYPES: dict[str, Dtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def read_decoder_fields(config: ConfigFile) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def main_dtype(tensors: TensorFolder) -> Dtype:
     shares: Counter[str] = Counter()
     for entry in tensors.values():
         shares[entry.dtype] += entry.nbytes
-    return _SPEC_DTYPES[shares.most_common(1)[0][0]]
+    return SPEC_DTYPES[shares.most_common(1)[0][0]]
 
 
 def count_parameters(expected: Mapping[str, tuple[int, ...]]) -> int:

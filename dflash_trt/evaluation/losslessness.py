@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dflash_trt.runtime.decode import chunk_inputs
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.sampling import History, Sampler, SamplingParams
 
@@ -55,12 +56,5 @@ def decision_margin(engine: Engine, prompt: Sequence[int], output: Sequence[int]
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
     """The target's logits f32 [V] after `tokens`, in one pass."""
-    size = len(tokens)
-    inputs = {
-        "input_ids": np.asarray(tokens, np.int64)[None],
-        "position_ids": np.arange(size)[None],
-        "visibility": np.tri(size, dtype=np.bool_)[None],
-        "context_len": np.zeros(1, np.int64),
-        "logit_rows": np.array([[size - 1]]),
-    }
-    return engine.target.run(inputs, ["logits"], engine.target.new_cache(1, size))["logits"][0, 0]
+    inputs = chunk_inputs(np.asarray(tokens, np.int64), 0)
+    return engine.target.run(inputs, ["logits"], engine.target.new_cache(1, len(tokens)))["logits"][0, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+from dflash_trt.checkpoint.safetensors_file import ITEM_BYTES
 
 
 def write_safetensors(
@@ -27,7 +27,7 @@ def write_safetensors(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * _ITEM_BYTES[dtype]
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # readers may map the data: start it aligned

@@ -18,7 +18,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.checkpoint.decoder import SPEC_DTYPES
 from dflash_trt.checkpoint.spec import Dtype
+from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import NUMPY_DTYPES, TensorEntry, TensorFolder
 from dflash_trt.errors import ExportError
 from dflash_trt.export.safetensors_writer import write_safetensors
@@ -29,9 +31,9 @@ TABLES = "tables.safetensors"
 TARGET_PREFIX = "target."
 _RESERVED = (CONVERTED, SHARED, TABLES)
 
-_SAFETENSORS_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SAFETENSORS_DTYPE = {dtype: name for name, dtype in SPEC_DTYPES.items()}
 _IR_DTYPE = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
-_SHARED_NAMES = ("model.embed_tokens.weight", "lm_head.weight")
+_SHARED_NAMES = (EMBEDDING, LM_HEAD)
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
@@ -159,7 +161,7 @@ def place_target(
     placed = PlacedWeights(folder, _place(tensors, shared, dtype, folder, SHARED, progress))
     placed.entries.update(_place(tensors, own, dtype, folder, CONVERTED, progress))
     placed.entries.update(_place_tables(tables, folder))
-    placed.entries.setdefault("lm_head.weight", placed.entries["model.embed_tokens.weight"])
+    placed.entries.setdefault(LM_HEAD, placed.entries[EMBEDDING])
     return placed
 
 

@@ -9,11 +9,10 @@ import torch
 
 from dflash_trt.checkpoint.rope import rope_tables
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, TargetSpec
+from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.modeling.dflash import DFlashDrafter
 from dflash_trt.modeling.target import TargetModel
-
-_SHARED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def meta_target(spec: TargetSpec, taps: tuple[int, ...], positions: int, dtype: Dtype) -> TargetModel:
@@ -35,7 +34,7 @@ def load_target(
 ) -> TargetModel:
     """A target with the checkpoint's weights in `dtype`."""
     module = meta_target(spec, taps, positions, dtype)
-    own = [name for name in module.state_dict() if not name.startswith("rope_") and name not in _SHARED]
+    own = [name for name in module.state_dict() if not name.startswith("rope_") and name not in (EMBEDDING, LM_HEAD)]
     state = {name: _tensor(tensors, name, dtype) for name in own} | _shared(tensors, dtype)
     return _assign(module, state, rope_tables(spec.rope, positions))
 
@@ -66,9 +65,9 @@ def _cast(module: torch.nn.Module, dtype: Dtype):  # type: ignore[no-untyped-def
 
 def _shared(tensors: TensorFolder, dtype: Dtype) -> dict[str, torch.Tensor]:
     """The target's embedding and head, which are one tensor when the checkpoint has no head of its own."""
-    embedding = _tensor(tensors, _SHARED[0], dtype)
-    head = _tensor(tensors, _SHARED[1], dtype) if _SHARED[1] in tensors else embedding
-    return {_SHARED[0]: embedding, _SHARED[1]: head}
+    embedding = _tensor(tensors, EMBEDDING, dtype)
+    head = _tensor(tensors, LM_HEAD, dtype) if LM_HEAD in tensors else embedding
+    return {EMBEDDING: embedding, LM_HEAD: head}
 
 
 def _tensor(tensors: TensorFolder, name: str, dtype: Dtype) -> torch.Tensor:

@@ -30,8 +30,20 @@ def _checked(token: np.int64) -> int:
     return int(token)
 
 
+def chunk_inputs(tokens: np.ndarray, start: int) -> dict[str, np.ndarray]:
+    """Inputs of the target graph for one row's tokens i64 [Q] from position `start` on; logits of the last one."""
+    size = len(tokens)
+    return {
+        "input_ids": tokens[None],
+        "position_ids": np.arange(start, start + size)[None],
+        "visibility": np.tri(size, dtype=np.bool_)[None],
+        "context_len": np.array([start]),
+        "logit_rows": np.array([[size - 1]]),
+    }
+
+
 class DecodeBatch:
-    """Decodes some sequences to their ends: `prefill` once, then `step` until none is active.
+    """Decodes some sequences to their ends: `run`, or `prefill` once, then `step` until none is active.
 
     Args:
         target: session of the target graph.
@@ -64,6 +76,12 @@ class DecodeBatch:
     def active(self) -> list[int]:
         """Rows whose sequence goes on."""
         return [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
+
+    def run(self) -> None:
+        """Decodes every sequence to its end."""
+        self.prefill()
+        while self.active:
+            self.step()
 
     def prefill(self) -> None:
         """Runs every prompt through the target in chunks, injects its features, and emits each first token."""
@@ -101,18 +119,10 @@ class DecodeBatch:
         wanted = ["token_ids" if greedy else "logits", *(["context_features"] if self.drafter else [])]
         for start in range(0, len(prompt), self.limits.prefill_chunk):
             chunk = prompt[start : start + self.limits.prefill_chunk]
-            size = len(chunk)
-            inputs = {
-                "input_ids": chunk[None],
-                "position_ids": np.arange(start, start + size)[None],
-                "visibility": np.tri(size, dtype=np.bool_)[None],
-                "context_len": np.array([start]),
-                "logit_rows": np.array([[size - 1]]),
-            }
-            outputs = self.target.run(inputs, wanted, cache)
+            outputs = self.target.run(chunk_inputs(chunk, start), wanted, cache)
             sequence.statistics.target_passes += 1
             if self.drafter:
-                self._inject(row, sequence, outputs["context_features"], size, start)
+                self._inject(row, sequence, outputs["context_features"], len(chunk), start)
         sequence.committed = len(prompt)
         if greedy:
             first = _checked(outputs["token_ids"][0, 0])

@@ -98,9 +98,7 @@ class Engine:
         batch = self._batch([sequence], speculation)
         if stream:
             return self._stream(sequence, batch)
-        batch.prefill()
-        while batch.active:
-            batch.step()
+        batch.run()
         return _generation(sequence)
 
     def generate_batch(
@@ -109,10 +107,7 @@ class Engine:
         """Generates from several prompts, `max_batch_size` at once; each as `generate` would alone."""
         sequences = [self._sequence(prompt, SamplingParams(**sampling)) for prompt in prompts]
         for start in range(0, len(sequences), self.limits.max_batch_size):
-            batch = self._batch(sequences[start : start + self.limits.max_batch_size], speculation)
-            batch.prefill()
-            while batch.active:
-                batch.step()
+            self._batch(sequences[start : start + self.limits.max_batch_size], speculation).run()
         return [_generation(sequence) for sequence in sequences]
 
     def _stream(self, sequence: SequenceState, batch: DecodeBatch) -> Iterator[StreamEvent]:
