@@ -3,6 +3,7 @@
     bundle/
       config.json          TensorRT-LLM's keys + "dflash_trt"
       target/ drafter/     model.onnx and its external data
+      vp_drafter/          the same (D2SD)
       tokenizer/           the target's
       report.json          what verification measured
 
@@ -16,7 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
@@ -24,10 +25,12 @@ from dflash_trt import __version__
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
 from dflash_trt.config import BackendName
 from dflash_trt.errors import BundleError
-from dflash_trt.export.contract import GraphSpec
+from dflash_trt.export.contract import GraphSpec, Role
+from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.limits import Limits
+from dflash_trt.runtime.trace import System
 
-FORMAT = 1
+FORMAT = 2
 CONFIG = "config.json"
 REPORT = "report.json"
 MODEL = "model.onnx"
@@ -55,8 +58,8 @@ class BundleInfo(Frozen):
 
     format: int
     digest: str
-    system: Literal["dflash"]
-    roles: tuple[Literal["target", "drafter"], ...]
+    system: System
+    roles: tuple[Role, ...]
     backend: BackendName
     precision: Dtype
     block_size: int
@@ -66,10 +69,18 @@ class BundleInfo(Frozen):
     limits: Limits
     target: TargetSpec
     drafter: DrafterSpec
-    graphs: dict[str, GraphRecord]
+    vp_drafter: DrafterSpec | None
+    graphs: dict[Role, GraphRecord]
     tool_versions: dict[str, str]
     compute_capability: str | None
+    costs: PassCosts | None
     files: dict[str, FileRecord]
+
+    def drafter_of(self, role: Role) -> DrafterSpec:
+        """The spec of one of the drafters."""
+        spec = self.vp_drafter if role == "vp_drafter" else self.drafter
+        assert spec is not None
+        return spec
 
 
 def installed_version(package: str) -> str | None:
@@ -149,8 +160,8 @@ def _tensorrt_llm_keys(info: BundleInfo) -> dict[str, Any]:
             "max_batch_size": limits.max_batch_size,
             "max_input_len": limits.max_input_len,
             "max_seq_len": limits.max_seq_len,
-            "max_num_tokens": limits.max_batch_size * max(limits.prefill_chunk, limits.block_size),
-            "max_draft_len": limits.block_size - 1,
+            "max_num_tokens": limits.max_batch_size * max(limits.prefill_chunk, limits.tree_size),
+            "max_draft_len": limits.tree_size - 1,
         },
     }
 

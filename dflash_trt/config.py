@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ class Expectation(Frozen):
 
     target: dict[str, Any] = pydantic.Field(default_factory=dict)
     drafter: dict[str, Any] = pydantic.Field(default_factory=dict)
+    vp_drafter: dict[str, Any] = pydantic.Field(default_factory=dict)
 
 
 class BuildConfig(Frozen):
@@ -34,7 +36,9 @@ class BuildConfig(Frozen):
         max_input_len: prompt; None is max_seq_len - 1.
         block_size: anchor and drafts; None is the drafter's trained block.
         prefill_chunk: prompt tokens per target pass.
-        branches: of D2SD; needs vp_drafter.
+        branches: of D2SD, the most per step; needs vp_drafter; None is 4 with one.
+        vp_block_size: the anchor, kept drafts and re-drafts of a branch; None is block_size where that is given, else
+            the VP drafter's trained block.
         dump_ir: folder for each stage's graph.
         verify: check numbers, losslessness and tau before the bundle appears.
         force: replace an existing bundle.
@@ -53,6 +57,7 @@ class BuildConfig(Frozen):
     block_size: int | None = pydantic.Field(default=None, ge=2)
     prefill_chunk: int = pydantic.Field(default=256, ge=1)
     branches: int | None = pydantic.Field(default=None, ge=0)
+    vp_block_size: int | None = pydantic.Field(default=None, ge=2)
     dump_ir: Path | None = None
     verify: bool = True
     force: bool = False
@@ -72,9 +77,9 @@ class BuildConfig(Frozen):
         except pydantic.ValidationError as error:
             raise _usage_error(error, Path(config) if config is not None else None) from error
 
-    def check_expected(self, target: DecoderSpec, drafter: DecoderSpec) -> None:
-        """Raises PairError where a checkpoint differs from what the configuration expects."""
-        for role, spec in (("target", target), ("drafter", drafter)):
+    def check_expected(self, specs: Mapping[str, DecoderSpec]) -> None:
+        """Raises PairError where a checkpoint, by role, differs from what the configuration expects."""
+        for role, spec in specs.items():
             for name, wanted in getattr(self.expect, role).items():
                 if name not in type(spec).model_fields:
                     mend = f"Fields: {', '.join(type(spec).model_fields)}"

@@ -47,12 +47,12 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     if target.EMBEDDING in tensors:
         kind, spec = "target checkpoint", target.read_target(path).spec
         parameters = target.parameter_count(spec)
-    elif "fc.weight" in tensors or "hidden_norm.weight" in tensors:
+    elif not {"fc.weight", "hidden_norm.weight", "layer_fusion_weights"}.isdisjoint(tensors):
         kind, spec = "drafter checkpoint", drafter.read_drafter(path).spec
         parameters = drafter.parameter_count(spec)
     else:
         raise CheckpointError(
-            "holds neither a target (model.embed_tokens.weight) nor a drafter (fc.weight, hidden_norm.weight)",
+            "holds neither a target (model.embed_tokens.weight) nor a drafter (fc.weight, layer_fusion_weights)",
             where=str(path),
         )
     return {

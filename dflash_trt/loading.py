@@ -10,6 +10,7 @@ from dflash_trt.backends.base import Session
 from dflash_trt.bundle import BundleInfo, check_files, read_info, tool_versions
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import BackendError, BundleError, UsageError
+from dflash_trt.export.contract import Role
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.text import Tokenizer
 
@@ -37,6 +38,9 @@ def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0) -> Engine:
         mask_token_id=info.mask_token_id,
         eos_token_ids=info.target.eos_token_ids,
         vocab_size=info.target.vocab_size,
+        system=info.system,
+        vp_drafter=sessions.get("vp_drafter"),
+        costs=info.costs,
     )
 
 
@@ -68,7 +72,7 @@ def _release(version: str, name: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
-def open_session(folder: Path, info: BundleInfo, role: str, *, threads: int = 0) -> Session:
+def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0) -> Session:
     """Opens one graph of a bundle with the backend it was built for."""
     record = info.graphs[role]
     if info.backend == "onnxruntime":
@@ -81,7 +85,7 @@ def open_session(folder: Path, info: BundleInfo, role: str, *, threads: int = 0)
     raise BackendError(f"backend {info.backend} cannot run in this version", where=str(folder))
 
 
-def reference_session(folder: Path, info: BundleInfo, role: str, *, threads: int = 0) -> Session:
+def reference_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0) -> Session:
     """The same graph in the torch reference, from the bundle's own weights."""
     import torch
 
@@ -95,10 +99,10 @@ def reference_session(folder: Path, info: BundleInfo, role: str, *, threads: int
     if role == "target":
         return TorchSession(load_target(info.target, info.taps, target, positions, dtype), info.graphs[role].spec)
     own = _weights(folder, info, role)
-    drafter = load_drafter(info.drafter, own, info.target, target, positions, dtype)
+    drafter = load_drafter(info.drafter_of(role), own, info.target, target, positions, dtype)
     return TorchSession(drafter, info.graphs[role].spec)
 
 
-def _weights(folder: Path, info: BundleInfo, role: str) -> TensorFolder:
+def _weights(folder: Path, info: BundleInfo, role: Role) -> TensorFolder:
     files = [folder / name for name in info.graphs[role].weights]
     return TensorFolder.from_files(files, later_wins=True)

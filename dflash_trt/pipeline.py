@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -25,14 +25,14 @@ from dflash_trt.bundle import (
 from dflash_trt.checkpoint import drafter as drafter_module
 from dflash_trt.checkpoint import target as target_module
 from dflash_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
-from dflash_trt.checkpoint.pair import check_pair
-from dflash_trt.checkpoint.rope import rope_tables
-from dflash_trt.checkpoint.spec import Dtype, RopeSpec
+from dflash_trt.checkpoint.pair import check_pair, check_vp_drafter
+from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflash_trt.config import BuildConfig
 from dflash_trt.errors import CheckFailed, UsageError
+from dflash_trt.evaluation.costs import measure_costs
 from dflash_trt.evaluation.verify import VerifyReport, verify
-from dflash_trt.export.contract import GraphSpec, drafter_graph, target_graph
+from dflash_trt.export.contract import GraphSpec, Role, drafter_graph, target_graph
 from dflash_trt.export.trace import trace
 from dflash_trt.export.weights import (
     CONVERTED,
@@ -44,13 +44,15 @@ from dflash_trt.export.weights import (
     place_drafter,
     place_target,
 )
-from dflash_trt.modeling.load import meta_drafter, meta_target
+from dflash_trt.loading import open_engine
+from dflash_trt.modeling.load import drafter_tables, meta_drafter, meta_target, target_tables
 from dflash_trt.output import atomic_output
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.progress import Progress, SilentProgress
 from dflash_trt.runtime.limits import Limits
 
 DEFAULT_SEQ_LEN = 2048
+DEFAULT_BRANCHES = 4  # what the D2SD paper runs with
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -83,34 +85,28 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     progress = progress or SilentProgress()
 
     # 1. Read and check the checkpoints, and settle every size before anything is written.
-    _refuse_unsupported(config)
-    target, drafter = read_target(config.target), read_drafter(config.drafter)
-    config.check_expected(target.spec, drafter.spec)
-    block_size = check_pair(target, drafter, config.block_size)
+    _refuse_contradictions(config)
+    target, drafters = read_target(config.target), _read_drafters(config)
+    drafter, vp_drafter = drafters["drafter"], drafters.get("vp_drafter")
+    checkpoints: dict[Role, TargetCheckpoint | DrafterCheckpoint] = {"target": target, **drafters}
+    config.check_expected({role: checkpoint.spec for role, checkpoint in checkpoints.items()})
     precision = settle_precision(config.backend, config.dtype)
-    limits = _limits(config, target, drafter, block_size)
+    limits = _limits(config, target, drafter, vp_drafter)
     tokenizer = _tokenizer_files(target.path)
 
     with atomic_output(config.output, force=config.force) as folder:
         # 2. Lay out the weights: linked where the dtype fits, converted once where it does not.
-        placed = _place_weights(folder, target, drafter, precision, limits.capacity, progress)
+        placed = _place_weights(folder, target, drafters, precision, limits.capacity, progress)
 
         # 3. Trace each module without its weights, bind them, lower the graph.
-        graphs = {
-            "target": target_graph(target.spec, len(drafter.spec.taps), precision),
-            "drafter": drafter_graph(drafter.spec, precision),
-        }
-        modules = {
-            "target": lambda: meta_target(target.spec, drafter.spec.taps, limits.capacity, precision),
-            "drafter": lambda: meta_drafter(drafter.spec, target.spec, limits.capacity, precision),
-        }
         records, summaries = {}, []
-        for role, graph in graphs.items():
+        for role, checkpoint in checkpoints.items():
             started = time.perf_counter()
             model = None
+            graph, module = _graph_and_module(role, checkpoint, target, drafter, limits, precision)
             if config.backend == "onnxruntime":
                 with progress.stage(f"Exporting the {role} graph"):
-                    model = export_graph(modules[role](), graph, placed[role], folder / role, config.dump_ir)
+                    model = export_graph(module, graph, placed[role], folder / role, config.dump_ir)
             records[role] = _record(folder, role, graph, placed[role], model)
             own = [path for path in (folder / role).iterdir() if not path.name.startswith(TARGET_PREFIX)]
             size = sum(path.stat().st_size for path in own)
@@ -123,27 +119,30 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         info = BundleInfo(
             format=FORMAT,
             digest="",
-            system=drafter.spec.system,
-            roles=("target", "drafter"),
+            system="d2sd" if vp_drafter else drafter.spec.system,
+            roles=tuple(checkpoints),
             backend=config.backend,
             precision=precision,
-            block_size=block_size,
+            block_size=limits.block_size,
             trained_block_size=drafter.spec.block_size,
             mask_token_id=drafter.spec.mask_token_id,
             taps=drafter.spec.taps,
             limits=limits,
             target=target.spec,
             drafter=drafter.spec,
+            vp_drafter=vp_drafter.spec if vp_drafter else None,
             graphs=records,
             tool_versions=tool_versions(),
             compute_capability=None,
+            costs=None,
             files={},
         )
 
         # 5. Verify what was written, before it appears at the output path.
         report = None
         if config.verify:
-            report = replace(verify(folder, info, progress), bundle=config.output.name)
+            engine = open_engine(folder, info)
+            report = replace(verify(folder, info, engine, progress), bundle=config.output.name)
             (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
             if not report.passed:
                 raise CheckFailed(
@@ -151,6 +150,8 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
+            with progress.stage("Measuring passes"):
+                info = info.model_copy(update={"costs": measure_costs(engine)})
 
         # 6. Seal it: sizes and hashes of all files.
         with progress.stage("Hashing"):
@@ -186,18 +187,54 @@ def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, role: str,
     ir.save(model, folder / name)
 
 
-def _refuse_unsupported(config: BuildConfig) -> None:
-    if config.vp_drafter is not None:
-        raise UsageError("D2SD bundles cannot be built in this version", where="--vp-drafter", mend="Leave it out")
-    if config.branches is not None:
-        raise UsageError("branches need a VP drafter (D2SD)", where="--branches", mend="Leave it out")
+def _refuse_contradictions(config: BuildConfig) -> None:
+    if config.vp_drafter is None:
+        for name in ("branches", "vp_block_size"):
+            if getattr(config, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError("needs a VP drafter (D2SD)", where=option, mend="Give --vp-drafter, or leave it out")
     output = config.output.absolute()
     if config.dump_ir is not None and output in (config.dump_ir.absolute(), *config.dump_ir.absolute().parents):
         raise UsageError(f"{config.dump_ir} lies in the bundle", where="--dump-ir", mend="Choose another place")
 
 
-def _limits(config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size: int) -> Limits:
-    trained = {role: c.spec.max_position_embeddings for role, c in (("target", target), ("drafter", drafter))}
+def _read_drafters(config: BuildConfig) -> dict[Role, DrafterCheckpoint]:
+    drafters: dict[Role, DrafterCheckpoint] = {"drafter": read_drafter(config.drafter)}
+    if config.vp_drafter is not None:
+        drafters["vp_drafter"] = read_drafter(config.vp_drafter)
+    return drafters
+
+
+def _graph_and_module(
+    role: Role,
+    checkpoint: TargetCheckpoint | DrafterCheckpoint,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    limits: Limits,
+    precision: Dtype,
+) -> tuple[GraphSpec, torch.nn.Module]:
+    """The I/O of a role's graph, and the module to trace for it, without weights."""
+    taps = drafter.spec.taps
+    if role == "target" or isinstance(checkpoint, TargetCheckpoint):
+        graph = target_graph(target.spec, len(taps), precision)
+        return graph, meta_target(target.spec, taps, limits.capacity, precision)
+    graph = drafter_graph(checkpoint.spec, precision, role)
+    return graph, meta_drafter(checkpoint.spec, target.spec, limits.capacity, precision)
+
+
+def _limits(
+    config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheckpoint, vp_drafter: DrafterCheckpoint | None
+) -> Limits:
+    """Checks that the models belong together, and settles every size."""
+    block_size = check_pair(target, drafter, config.block_size)
+    named = [("target", target.spec), ("drafter", drafter.spec)]
+    vp_block_size = branches = 0
+    if vp_drafter is not None:
+        named.append(("VP drafter", vp_drafter.spec))
+        asked = config.vp_block_size or config.block_size
+        vp_block_size = check_vp_drafter(target, drafter, vp_drafter, block_size, asked)
+        branches = DEFAULT_BRANCHES if config.branches is None else config.branches
+    trained = {role: spec.max_position_embeddings for role, spec in named}
     max_seq_len = config.max_seq_len or min(DEFAULT_SEQ_LEN, *trained.values())
     for role, longest in trained.items():
         if max_seq_len > longest:
@@ -218,36 +255,33 @@ def _limits(config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheck
         max_input_len=max_input_len,
         block_size=block_size,
         prefill_chunk=min(config.prefill_chunk, max_input_len),
+        vp_block_size=vp_block_size,
+        branches=branches,
     )
 
 
 def _place_weights(
     folder: Path,
     target: TargetCheckpoint,
-    drafter: DrafterCheckpoint,
+    drafters: Mapping[Role, DrafterCheckpoint],
     precision: Dtype,
     positions: int,
     progress: Progress,
-) -> dict[str, PlacedWeights]:
-    for role in ("target", "drafter"):
+) -> dict[Role, PlacedWeights]:
+    for role in ("target", *drafters):
         (folder / role).mkdir()
     # what the models need and no more: old checkpoints also hold rotary buffers, tied ones the head
     target_tensors = target.tensors.only(target_module.expected_tensors(target.spec))
-    drafter_tensors = drafter.tensors.only(drafter_module.expected_tensors(drafter.spec))
-    total = sum(entry.nbytes for tensors in (target_tensors, drafter_tensors) for entry in tensors.values())
+    own = {role: d.tensors.only(drafter_module.expected_tensors(d.spec)) for role, d in drafters.items()}
+    total = sum(entry.nbytes for tensors in (target_tensors, *own.values()) for entry in tensors.values())
     with progress.stage("Placing weights", total) as advance:
-        tables = _tables(target.spec.rope, positions)
+        tables = target_tables(target.spec, positions)
         placed_target = place_target(target_tensors, tables, precision, folder / "target", advance)
-        tables = _tables(drafter.spec.rope, positions)
-        placed_drafter = place_drafter(
-            drafter_tensors, tables, placed_target, precision, folder / "drafter", advance
-        )
-    return {"target": placed_target, "drafter": placed_drafter}
-
-
-def _tables(rope: RopeSpec, positions: int) -> dict[str, np.ndarray]:
-    cos, sin = rope_tables(rope, positions)
-    return {"rope_cos": cos, "rope_sin": sin}
+        placed: dict[Role, PlacedWeights] = {"target": placed_target}
+        for role, tensors in own.items():
+            tables = drafter_tables(drafters[role].spec, tensors, positions)
+            placed[role] = place_drafter(tensors, tables, placed_target, precision, folder / role, advance)
+    return placed
 
 
 def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, model: Path | None) -> GraphRecord:

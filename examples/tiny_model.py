@@ -1,4 +1,4 @@
-"""The small DFlash drafter that ``train_tiny.py`` trains, and the pieces shared by every training stage."""
+"""The small drafters that ``train_tiny.py`` trains, and the pieces shared by every training stage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 class DraftAttention(nn.Module):
     """Block queries attend to the projected target features (context) and to their own block."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, own_context_projections: bool) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -28,13 +28,22 @@ class DraftAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
         self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+        if own_context_projections:
+            self.k_proj_target = nn.Linear(config.hidden_size, kv_size, bias=False)
+            self.v_proj_target = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.own_context_projections = own_context_projections
 
     def forward(self, u: Tensor, context: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """``u`` [N, A*B, H], ``context`` [N, S, H], ``rope`` over S + A*B keys, ``mask`` [N, 1, A*B, S + A*B]."""
-        keys = torch.cat([context, u], dim=1)
+        if self.own_context_projections:
+            k = torch.cat([self.k_proj_target(context), self.k_proj(u)], dim=1)
+            v = torch.cat([self.v_proj_target(context), self.v_proj(u)], dim=1)
+        else:
+            rows = torch.cat([context, u], dim=1)
+            k, v = self.k_proj(rows), self.v_proj(rows)
         q = self.q_norm(self.q_proj(u).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        k = self.k_norm(self.k_proj(keys).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(keys).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        v = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         cos, sin = rope
         n = u.shape[1]
         q, _ = apply_rotary_pos_emb(q, q, cos[:, -n:], sin[:, -n:])
@@ -46,9 +55,9 @@ class DraftAttention(nn.Module):
 class DraftLayer(nn.Module):
     """A Qwen3 decoder layer whose attention also reads the target features."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, own_context_projections: bool) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config)
+        self.self_attn = DraftAttention(config, own_context_projections)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -59,21 +68,23 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DFlashDrafter(nn.Module):
-    """DFlash drafter; parameter names are those of the published checkpoints."""
+class BlockDrafter(nn.Module):
+    """What all drafters share; parameter names are those of the published checkpoints."""
+
+    own_context_projections = False
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
-        taps = config.dflash_config["target_layer_ids"]
-        self.fc = nn.Linear(len(taps) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, self.own_context_projections) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Qwen3RotaryEmbedding(config)  # no parameters, no persistent buffers: adds nothing to the file
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
+
+    def contexts(self, features: Tensor) -> list[Tensor]:
+        """``features`` [N, S, taps*H] -> the context of each layer, [N, S, H]."""
+        raise NotImplementedError
 
     def forward(self, features: Tensor, block: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Hidden states of all blocks.
@@ -81,21 +92,64 @@ class DFlashDrafter(nn.Module):
         ``features`` [N, S, taps*H], ``block`` [N, A*B, H] embeddings, ``positions`` [N, S + A*B] absolute,
         ``mask`` [N, 1, A*B, S + A*B] -> [N, A*B, H].
         """
-        context = self.hidden_norm(self.fc(features))
         rope = self.rotary(block, positions)
-        for layer in self.layers:
+        for layer, context in zip(self.layers, self.contexts(features), strict=True):
             block = layer(block, context, rope, mask)
         return self.norm(block)
 
+    @torch.no_grad()
+    def warm_start(self, target: Qwen3ForCausalLM) -> None:
+        """Begin with the target's last layers: a short training has no time to find these itself."""
+        for own, source in zip(self.layers, target.model.layers[-len(self.layers):], strict=True):
+            own.load_state_dict(source.state_dict(), strict=False)
+        self.norm.load_state_dict(target.model.norm.state_dict())
 
-@torch.no_grad()
-def warm_start(drafter: DFlashDrafter, target: Qwen3ForCausalLM) -> None:
-    """Begin with the target's last layers reading its last tap: a short training has no time to find these itself."""
-    size = drafter.config.hidden_size
-    drafter.fc.weight[:, -size:] += torch.eye(size)
-    for own, source in zip(drafter.layers, target.model.layers[-len(drafter.layers):], strict=True):
-        own.load_state_dict(source.state_dict())
-    drafter.norm.load_state_dict(target.model.norm.state_dict())
+
+class DFlashDrafter(BlockDrafter):
+    """One context for all layers, and the VP drafter: the same model trained with visible prefixes."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        taps = config.dflash_config["target_layer_ids"]
+        self.fc = nn.Linear(len(taps) * config.hidden_size, config.hidden_size, bias=False)
+        nn.init.normal_(self.fc.weight, std=0.02)
+
+    def contexts(self, features: Tensor) -> list[Tensor]:
+        return [self.hidden_norm(self.fc(features))] * len(self.layers)
+
+    @torch.no_grad()
+    def warm_start(self, target: Qwen3ForCausalLM) -> None:
+        """As above, reading the last tap."""
+        super().warm_start(target)
+        size = self.config.hidden_size
+        self.fc.weight[:, -size:] += torch.eye(size)
+
+
+class DFlareDrafter(BlockDrafter):
+    """Each layer has a mixture of the taps of its own, and projections of its own for the context."""
+
+    own_context_projections = True
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        taps = config.dflash_config["target_layer_ids"]
+        self.layer_fusion_weights = nn.Parameter(torch.zeros(config.num_hidden_layers, len(taps)))
+
+    def contexts(self, features: Tensor) -> list[Tensor]:
+        shares = self.layer_fusion_weights.softmax(-1)
+        mixed = torch.einsum("nsth,dt->dnsh", features.unflatten(-1, (shares.shape[1], -1)), shares.to(features.dtype))
+        return list(self.hidden_norm(mixed))
+
+    @torch.no_grad()
+    def warm_start(self, target: Qwen3ForCausalLM) -> None:
+        """As above, each layer reading mostly the tap just before the target layer it begins as."""
+        super().warm_start(target)
+        depth = len(self.layers)
+        self.layer_fusion_weights[torch.arange(depth), torch.arange(-depth, 0)] += 2.0
+        for layer in self.layers:
+            attention, scale = layer.self_attn, layer.input_layernorm.weight  # the context passes no input norm
+            attention.k_proj_target.weight.copy_(attention.k_proj.weight * scale)
+            attention.v_proj_target.weight.copy_(attention.v_proj.weight * scale)
 
 
 def target_features(target: Qwen3ForCausalLM, tokens: Tensor, taps: list[int]) -> Tensor:
@@ -121,27 +175,30 @@ def block_layout(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor,
     return positions, torch.cat([sees_context, sees_block], dim=-1)[:, None]
 
 
-def dflash_loss(drafter: DFlashDrafter, target: Qwen3ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor,
-                gamma: float) -> tuple[Tensor, Tensor]:
+def block_loss(drafter: BlockDrafter, target: Qwen3ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor,
+               visible: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy of ``tokens`` [N, S] drafted from ``anchors`` [N, A], and the mean acceptance length.
 
-    ``features`` [N, S, taps*H]. The second value is the length of the correct prefix plus the target's bonus token:
-    what greedy verification would accept where the target's greedy choice is the token in the sequence.
+    ``features`` [N, S, taps*H]; ``visible`` [N, A] tokens after each anchor are shown to the drafter and not learnt:
+    none for a first drafter, some for a variable-prefix drafter. The second value counts the correct drafts after
+    those, up to the first miss, and the target's bonus token: what greedy verification would accept where the
+    target's greedy choice is the token in the sequence.
     """
     size = drafter.config.block_size
     positions, mask = block_layout(anchors, tokens.shape[1], size)
-    masks = torch.full((*anchors.shape, size - 1), drafter.config.dflash_config["mask_token_id"])
-    block = torch.cat([tokens.gather(1, anchors)[..., None], masks], dim=-1).flatten(1)
-    embeddings = F.embedding(block, target.lm_head.weight)  # tied, and the drafter owns neither embedding nor head
+    offsets = torch.arange(size)
+    block = tokens.gather(1, (anchors[..., None] + offsets).flatten(1)).view(*anchors.shape, size)
+    shown = torch.where(offsets <= visible[..., None], block, drafter.config.dflash_config["mask_token_id"])
+    embeddings = F.embedding(shown.flatten(1), target.lm_head.weight)  # tied; the drafter owns no embedding, no head
     hidden = drafter(features, embeddings, positions, mask).unflatten(1, (-1, size))[:, :, 1:]  # [N, A, B-1, H]
     logits = F.linear(hidden, target.lm_head.weight).float()
-    offsets = torch.arange(1, size)
-    labels = tokens.gather(1, (anchors[..., None] + offsets).flatten(1)).view(*anchors.shape, -1)
+    labels, after = block[..., 1:], offsets[1:] - visible[..., None]  # after >= 1 at the masked positions
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
     # An early miss throws away everything after it, so early positions weigh more.
-    weights = torch.exp(-(offsets - 1) / gamma)
-    accepted = (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1) + 1
-    return (losses * weights).sum() / (weights.sum() * anchors.numel()), accepted.float().mean()
+    weights = torch.exp(-(after - 1) / gamma) * (after > 0)
+    right = (logits.argmax(-1) == labels) | (after <= 0)
+    accepted = right.long().cumprod(-1).sum(-1) - visible + 1
+    return ((losses * weights).sum(-1) / weights.sum(-1)).mean(), accepted.float().mean()
 
 
 def progress(title: str, total: int, console: Console) -> tuple[Progress, Callable[[int, str], None]]:

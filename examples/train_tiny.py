@@ -1,8 +1,8 @@
-"""Train the tiny target and DFlash drafter in ``examples/tiny`` on the Python standard library, on two CPU cores.
+"""Train the tiny target and drafters in ``examples/tiny`` on the Python standard library, on two CPU cores.
 
-Stages run in order: tokenizer, target, data, dflash, export, measure. Each leaves its result in the work directory
-and the costly ones are skipped when that result exists; training also checkpoints every few minutes, so killing and
-rerunning continues.
+Stages run in order: tokenizer, target, data, dflash, vp_drafter, dflare, export, measure. Each leaves its result in the
+work directory and the costly ones are skipped when that result exists; training also checkpoints every few minutes, so
+killing and rerunning continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny_model import DFlashDrafter, dflash_loss, epoch_batches, fit, progress, target_features, warm_start
+from tiny_model import (
+    BlockDrafter,
+    DFlareDrafter,
+    DFlashDrafter,
+    block_loss,
+    epoch_batches,
+    fit,
+    progress,
+    target_features,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -62,7 +71,21 @@ DFLASH_PHASES = (
     (48, dict(steps=6000, lr=4e-3, warmup=200, cosine=7000, cooldown=1000, weight_decay=0.01, every=100)),
     (80, dict(steps=6000, lr=3e-3, warmup=100, cosine=6000, cooldown=1, weight_decay=0.01, every=100)),
 )
-DFLASH_BATCH, DFLASH_ANCHORS, GAMMA = 8, 32, 4.0
+DRAFTER_BATCH, DRAFTER_ANCHORS, GAMMA = 8, 32, 4.0
+
+# The VP drafter is a DFlash drafter by format, and continues from the trained one. It is shown l = 0 .. block - 2
+# tokens after the anchor with Pr(l) ~ PREFIX_BASE**l.
+VP_FIT = dict(steps=5000, lr=2e-3, warmup=100, cosine=5500, cooldown=500, weight_decay=0.01, every=100)
+PREFIX_BASE = 0.9
+
+DFLARE = dict(
+    architectures=["QwenDFlareDraftModel"], num_hidden_layers=3, layer_types=["full_attention"] * 3, block_size=8,
+    num_target_layers=TARGET["num_hidden_layers"],
+    dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[0, 1, 2, 3, 4]), **SIZES,
+)
+DFLARE_FIT = dict(steps=9000, lr=4e-3, warmup=200, cosine=10000, cooldown=1000, weight_decay=0.01, every=100)
+# Early positions matter most to begin with; later epochs look further into the block.
+DFLARE_GAMMA, DFLARE_GAMMA_STEP = 2.5, 0.5
 
 HELD_OUT_PROMPTS, HELD_OUT_TOKENS = 64, (48, 96)
 MEASURED_TOKENS = 96
@@ -219,28 +242,43 @@ def generate_data(run: Run) -> None:
             report(index + 1, f"prompt {count}")
 
 
+def block_training(run: Run, drafter: BlockDrafter, target: Qwen3ForCausalLM) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The loss of a step of a block-diffusion drafter, from random anchors of the generated sequences.
+
+    Returns ``loss_at(step, used=None, seed=SEED, gamma=None, visible=None)``: ``used`` sequences are drawn from (all),
+    ``gamma(epoch)`` weighs the positions (GAMMA), ``visible()`` [batch, anchors] tokens are shown after each anchor.
+    """
+    parts = [load_file(path) for path in sorted((run.work / "data").glob("*.safetensors"))]
+    sequences, starts = (torch.cat([part[key] for part in parts]).long() for key in ("tokens", "start"))
+    shape = DRAFTER_BATCH, DRAFTER_ANCHORS
+    last = DATA_LENGTH - drafter.config.block_size
+    taps = drafter.config.dflash_config["target_layer_ids"]
+
+    def loss_at(step: int, used: int | None = None, seed: int = SEED,
+                gamma: Callable[[int], float] = lambda epoch: GAMMA,
+                visible: Callable[[], Tensor] = lambda: torch.zeros(shape, dtype=torch.long)) -> tuple[Tensor, Tensor]:
+        batch = list(epoch_batches(step, DRAFTER_BATCH, used or len(sequences), seed))
+        rows = torch.tensor([row for _, row in batch])
+        tokens, first = sequences[rows], starts[rows, None]
+        anchors = first + (torch.rand(shape) * (last - first + 1)).long()
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                features = target_features(target, tokens, taps)
+            return block_loss(drafter, target, tokens, features, anchors, visible(), gamma(batch[0][0]))
+
+    return loss_at
+
+
 def train_dflash(run: Run) -> None:
-    """Block-diffusion training of the drafter from random anchors of the generated sequences."""
+    """The DFlash drafter."""
     result = run.work / "dflash.safetensors"
     if result.exists():
         return
     target = trained_target(run)
-    parts = [load_file(path) for path in sorted((run.work / "data").glob("*.safetensors"))]
-    sequences, starts = (torch.cat([part[key] for part in parts]).long() for key in ("tokens", "start"))
     torch.manual_seed(SEED)
     drafter = DFlashDrafter(Qwen3Config.from_dict(DFLASH))
-    warm_start(drafter, target)
-
-    def loss_at(step: int, used: int, seed: int) -> tuple[Tensor, Tensor]:
-        rows = torch.tensor([row for _, row in epoch_batches(step, DFLASH_BATCH, used, seed)])
-        tokens, first = sequences[rows], starts[rows, None]
-        last = DATA_LENGTH - DFLASH["block_size"]
-        anchors = first + (torch.rand(DFLASH_BATCH, DFLASH_ANCHORS) * (last - first + 1)).long()
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.no_grad():
-                features = target_features(target, tokens, DFLASH["dflash_config"]["target_layer_ids"])
-            return dflash_loss(drafter, target, tokens, features, anchors, GAMMA)
-
+    drafter.warm_start(target)
+    loss_at = block_training(run, drafter, target)
     for phase, (batches, settings) in enumerate(DFLASH_PHASES):
         if phase:
             torch.manual_seed(SEED + phase)
@@ -248,6 +286,49 @@ def train_dflash(run: Run) -> None:
         batch_loss = partial(loss_at, used=batches * DATA_BATCH, seed=SEED + phase)
         with bar:
             fit(drafter, batch_loss, checkpoint=run.work / f"dflash.{phase}.ckpt", report=report, **settings)
+    save_drafter(drafter, result)
+
+
+def train_vp_drafter(run: Run) -> None:
+    """The variable-prefix drafter of D2SD, from the trained DFlash drafter on."""
+    result = run.work / "vp_drafter.safetensors"
+    if result.exists():
+        return
+    target = trained_target(run)
+    drafter = DFlashDrafter(Qwen3Config.from_dict(DFLASH))
+    drafter.load_state_dict(load_file(run.work / "dflash.safetensors"))
+    shares = PREFIX_BASE ** torch.arange(DFLASH["block_size"] - 1, dtype=torch.float)
+    count = DRAFTER_BATCH * DRAFTER_ANCHORS
+
+    def visible() -> Tensor:
+        return torch.multinomial(shares, count, replacement=True).view(DRAFTER_BATCH, DRAFTER_ANCHORS)
+
+    loss_at = partial(block_training(run, drafter, target), seed=SEED + 2, visible=visible)
+    torch.manual_seed(SEED + 2)
+    bar, report = progress("vp_drafter", VP_FIT["steps"], console)
+    with bar:
+        fit(drafter, loss_at, checkpoint=run.work / "vp_drafter.ckpt", report=report, **VP_FIT)
+    save_drafter(drafter, result)
+
+
+def train_dflare(run: Run) -> None:
+    """The DFlare drafter, its loss looking further into the block from epoch to epoch."""
+    result = run.work / "dflare.safetensors"
+    if result.exists():
+        return
+    target = trained_target(run)
+    drafter = DFlareDrafter(Qwen3Config.from_dict(DFLARE))
+    drafter.warm_start(target)
+    loss_at = partial(block_training(run, drafter, target), seed=SEED + 3,
+                      gamma=lambda epoch: DFLARE_GAMMA + DFLARE_GAMMA_STEP * epoch)
+    torch.manual_seed(SEED + 3)
+    bar, report = progress("dflare", DFLARE_FIT["steps"], console)
+    with bar:
+        fit(drafter, loss_at, checkpoint=run.work / "dflare.ckpt", report=report, **DFLARE_FIT)
+    save_drafter(drafter, result)
+
+
+def save_drafter(drafter: BlockDrafter, result: Path) -> None:
     save_file({k: v.bfloat16() for k, v in drafter.state_dict().items()}, result)
 
 
@@ -257,10 +338,10 @@ def write_json(path: Path, value: dict) -> None:
 
 def export(run: Run) -> None:
     """Write the checkpoints in the published formats, and prompts from files no stage has trained on."""
-    target, drafter = run.out / "target", run.out / "dflash"
-    target.mkdir(parents=True, exist_ok=True)
-    drafter.mkdir(exist_ok=True)
-    for folder, config in ((target, TARGET), (drafter, DFLASH)):
+    target = run.out / "target"
+    for name, config in (("target", TARGET), ("dflash", DFLASH), ("vp_drafter", DFLASH), ("dflare", DFLARE)):
+        folder = run.out / name
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", config)
         tensors = load_file(run.work / f"{folder.name}.safetensors")
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -337,14 +418,14 @@ def measure(run: Run) -> None:
 
 STAGES: dict[str, Callable[[Run], None]] = {
     "tokenizer": train_tokenizer, "target": train_target, "data": generate_data, "dflash": train_dflash,
-    "export": export, "measure": measure,
+    "vp_drafter": train_vp_drafter, "dflare": train_dflare, "export": export, "measure": measure,
 }
 
 
 @click.command(help=__doc__, epilog="Example: python examples/train_tiny.py --work DIR")
 @click.option("--work", required=True, type=click.Path(path_type=Path), help="Checkpoints and intermediate results.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path(__file__).parent / "tiny", show_default=True,
-              help="Where the export stage writes target/, dflash/ and heldout.jsonl.")
+              help="Where the export stage writes the checkpoints and heldout.jsonl.")
 @click.option("--compile/--no-compile", default=True, show_default=True,
               help="Compile the target's training step; needs a C++ compiler.")
 @click.option("--threads", default=2, show_default=True)

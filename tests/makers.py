@@ -1,14 +1,14 @@
 """Small random checkpoints for the tests: a target that transformers saves, a drafter written by hand.
 
-Matrices are drawn with a standard deviation of 0.2, norm weights around 1, so that attention, MLP and logits all
-matter and no output is degenerate.
+Matrices are drawn with a standard deviation of 0.2, norm weights around 1, DFlare's fusion weights with 1, so that
+attention, MLP, every tap and logits all matter and no output is degenerate.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-MATRIX_STD, NORM_STD = 0.2, 0.1
+MATRIX_STD, NORM_STD, FUSION_STD = 0.2, 0.1, 1.0
 
 
 def make_target(
@@ -68,9 +68,17 @@ def make_target(
 
 
 def make_drafter(
-    path: Path, target_dir: Path, taps: list[int], block_size: int = 8, layers: int = 2, seed: int = 1, **overrides: Any
+    path: Path,
+    target_dir: Path,
+    taps: list[int],
+    block_size: int = 8,
+    layers: int = 2,
+    seed: int = 1,
+    kind: Literal["dflash", "dflare"] = "dflash",
+    **overrides: Any,
 ) -> dict[str, np.ndarray]:
-    """Write a random float32 DFlash drafter for the target in `target_dir`, in z-lab's dialect, to `path`.
+    """Write a random float32 drafter for the target in `target_dir` to `path`: DFlash in z-lab's dialect, or DFlare in
+    AngelSlim's.
 
     The config is the target's geometry with the drafter's fields, in transformers-4 style; the mask is the last id of
     the vocabulary. All layers attend fully and both ways.
@@ -85,7 +93,7 @@ def make_drafter(
     shared = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
     config: dict[str, Any] = {name: target[name] for name in shared.split()}
     config |= {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel" if kind == "dflash" else "QwenDFlareDraftModel"],
         "model_type": "qwen3",
         "attention_bias": False,
         "block_size": block_size,
@@ -106,7 +114,7 @@ def make_drafter(
     config["dflash_config"] = _with_changes({}, config["dflash_config"])
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = _random_drafter_tensors(config, len(taps), target["hidden_size"], np.random.default_rng(seed))
+    tensors = _random_drafter_tensors(config, kind, len(taps), target["hidden_size"], np.random.default_rng(seed))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return tensors
 
@@ -148,9 +156,9 @@ def _with_changes(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, 
 
 
 def _random_drafter_tensors(
-    config: dict[str, Any], num_taps: int, target_hidden: int, random: np.random.Generator
+    config: dict[str, Any], kind: str, num_taps: int, target_hidden: int, random: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """DFlash's tensors, spelled out here a second time on purpose: tests read what this writes."""
+    """A drafter's tensors, spelled out here a second time on purpose: tests read what this writes."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
 
@@ -160,11 +168,12 @@ def _random_drafter_tensors(
     def vector(size: int, mean: float = 1.0) -> np.ndarray:
         return random.normal(mean, NORM_STD, size).astype(np.float32)
 
-    tensors = {
-        "fc.weight": matrix(hidden, num_taps * target_hidden),
-        "hidden_norm.weight": vector(hidden),
-        "norm.weight": vector(hidden),
-    }
+    if kind == "dflash":
+        tensors = {"fc.weight": matrix(hidden, num_taps * target_hidden)}
+    else:
+        fusion = random.normal(0, FUSION_STD, (config["num_hidden_layers"], num_taps))
+        tensors = {"layer_fusion_weights": fusion.astype(np.float32)}
+    tensors |= {"hidden_norm.weight": vector(hidden), "norm.weight": vector(hidden)}
     for layer in range(config["num_hidden_layers"]):
         block = {
             "input_layernorm.weight": vector(hidden),
@@ -182,5 +191,10 @@ def _random_drafter_tensors(
         if config.get("attention_bias"):
             sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
             block |= {f"self_attn.{name}.bias": vector(size, mean=0.0) for name, size in sizes.items()}
+        if kind == "dflare":
+            block |= {
+                "self_attn.k_proj_target.weight": matrix(keys, hidden),
+                "self_attn.v_proj_target.weight": matrix(keys, hidden),
+            }
         tensors |= {f"layers.{layer}.{name}": value for name, value in block.items()}
     return tensors

@@ -47,6 +47,8 @@ class Session(Protocol):
     """One opened graph."""
 
     graph: GraphSpec
+    fixed_shapes: bool
+    """Whether decode steps must always bring the bundle's full block and tree sizes, padded."""
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """A zeroed cache."""
@@ -54,8 +56,8 @@ class Session(Protocol):
     def capacity_for(self, needed: int, limit: int) -> int:
         """The capacity to allocate when `needed` slots are: engines of fixed shape take `limit` at once."""
 
-    def stack(self, features: Sequence[Array], rows: int) -> Array:
-        """Arrays [n_i, F], cut or padded with zeros to [len(features), rows, F]."""
+    def stack(self, features: Sequence[Sequence[Array]], rows: int) -> Array:
+        """The pieces [n, F] of each row back to back, cut or padded with zeros to [len(features), rows, F]."""
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: Any) -> dict[str, Array]:
         """Runs the graph; `cache` is updated in place.

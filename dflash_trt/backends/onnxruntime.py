@@ -44,6 +44,8 @@ class OrtCache:
 class OrtSession:
     """A graph opened in ONNX Runtime (see `backends.base.Session`)."""
 
+    fixed_shapes = False
+
     def __init__(self, model: Path, graph: GraphSpec, threads: int = 0) -> None:
         """Opens `model`; `threads` 0 lets ONNX Runtime take one per physical core."""
         options = onnxruntime.SessionOptions()
@@ -69,10 +71,12 @@ class OrtSession:
     def capacity_for(self, needed: int, limit: int) -> int:
         return bucket(needed, limit)
 
-    def stack(self, features: Sequence[np.ndarray], rows: int) -> np.ndarray:
-        stacked = np.zeros((len(features), rows, features[0].shape[-1]), features[0].dtype)
-        for row, array in enumerate(features):
-            stacked[row, : len(array)] = array[:rows]
+    def stack(self, features: Sequence[Sequence[np.ndarray]], rows: int) -> np.ndarray:
+        like = features[0][0]
+        stacked = np.zeros((len(features), rows, like.shape[-1]), like.dtype)
+        for row, pieces in enumerate(features):
+            joined = np.concatenate(pieces)[:rows]
+            stacked[row, : len(joined)] = joined
         return stacked
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: OrtCache) -> dict[str, Array]:

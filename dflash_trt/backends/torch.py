@@ -38,6 +38,8 @@ class TorchCache:
 class TorchSession:
     """A module run eagerly (see `backends.base.Session`)."""
 
+    fixed_shapes = False
+
     def __init__(self, module: torch.nn.Module, graph: GraphSpec, device: str = "cpu") -> None:
         self.graph = graph
         self.device = device
@@ -51,10 +53,12 @@ class TorchSession:
     def capacity_for(self, needed: int, limit: int) -> int:
         return bucket(needed, limit)
 
-    def stack(self, features: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-        stacked = features[0].new_zeros((len(features), rows, features[0].shape[-1]))
-        for row, array in enumerate(features):
-            stacked[row, : len(array)] = array[:rows]
+    def stack(self, features: Sequence[Sequence[torch.Tensor]], rows: int) -> torch.Tensor:
+        like = features[0][0]
+        stacked = like.new_zeros((len(features), rows, like.shape[-1]))
+        for row, pieces in enumerate(features):
+            joined = torch.cat(list(pieces))[:rows]
+            stacked[row, : len(joined)] = joined
         return stacked
 
     @torch.inference_mode()

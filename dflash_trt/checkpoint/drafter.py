@@ -1,4 +1,4 @@
-"""Reading a DFlash drafter, as z-lab publishes it.
+"""Reading a drafter: DFlash as z-lab publishes it, DFlare as AngelSlim and AngelSpec publish it.
 
 What only a drafter has may stand at the top level of `config.json` or inside `dflash_config`; nothing of it is guessed.
 """
@@ -23,7 +23,7 @@ from dflash_trt.checkpoint.decoder import (
     read_windows,
     rotary_buffers,
 )
-from dflash_trt.checkpoint.drafter_kinds import check_is_dflash
+from dflash_trt.checkpoint.drafter_kinds import FC, FUSION_WEIGHTS, TARGET_PROJECTIONS, drafter_kind
 from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import CheckpointError
@@ -41,7 +41,7 @@ class DrafterCheckpoint:
 
 
 def read_drafter(folder: Path | str) -> DrafterCheckpoint:
-    """Read and validate a DFlash drafter; weights stay on disk.
+    """Read and validate a DFlash or DFlare drafter; weights stay on disk.
 
     Raises:
         CheckpointError: another kind of drafter, a config field that is missing or breaks its rule, or tensors that do
@@ -50,8 +50,12 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
     path = Path(folder)
     config = ConfigFile(path / "config.json")
     tensors = TensorFolder.open(path)
-    check_is_dflash(tensors.names(), path)
+    system = drafter_kind(tensors.names(), path)
     _check_dialect(config)
+    arch = _in_either(config, "model_arch", ConfigObject.string)  # AngelSpec's word for what the tensors show
+    if arch not in (None, system):
+        what = f'model_arch is "{arch}", but the tensors are those of a {system} drafter'
+        raise CheckpointError(what, where=str(config.path), mend="Config and weights may be of two different drafters")
     fields = read_decoder_fields(config)
     taps = _read_taps(config)
     block_size = _required_in_either(config, "block_size", lambda place, field: place.integer(field, minimum=2))
@@ -63,7 +67,7 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
     spec = DrafterSpec(
         **fields,
         architecture=architectures[0] if architectures else "DFlashDraftModel",
-        system="dflash",
+        system=system,
         policies=_read_policies(config, fields["num_layers"]),
         qk_norm=True,
         dtype=main_dtype(tensors),
@@ -76,7 +80,9 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
         output_multiplier=1.0 if multiplier is None else multiplier,
         final_logit_softcapping=0.0 if softcap is None else softcap,
     )
-    _check_fc(spec, tensors)
+    if system == "dflare":
+        _check_dflare(spec, config)
+    _check_fusion(spec, tensors)
     check_tensors(tensors, expected_tensors(spec), rotary_buffers(spec.num_layers, ""))
     return DrafterCheckpoint(spec, tensors, path)
 
@@ -84,10 +90,15 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
 def expected_tensors(spec: DrafterSpec) -> Shapes:
     """Name and shape of every tensor of the drafter; embedding and LM head are the target's."""
     hidden = spec.hidden_size
-    shapes: Shapes = {"fc.weight": (hidden, len(spec.taps) * spec.target_hidden_size), "hidden_norm.weight": (hidden,)}
+    shapes: Shapes = {"hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     for layer in range(spec.num_layers):
         shapes |= layer_tensors(spec, f"layers.{layer}.")
-    shapes["norm.weight"] = (hidden,)
+    if spec.system == "dflash":
+        return {FC: (hidden, len(spec.taps) * spec.target_hidden_size)} | shapes
+    shapes[FUSION_WEIGHTS] = (spec.num_layers, len(spec.taps))
+    for layer in range(spec.num_layers):
+        for name in TARGET_PROJECTIONS:
+            shapes[f"layers.{layer}.self_attn.{name}.weight"] = (spec.num_kv_heads * spec.head_dim, hidden)
     return shapes
 
 
@@ -145,10 +156,13 @@ def _read_taps(config: ConfigFile) -> tuple[int, ...]:
 def _read_num_target_layers(config: ConfigFile, taps: tuple[int, ...]) -> int | None:
     """The target's depth, where the config states it.
 
-    AngelSpec (model_type "dflash") writes the number of taps under this name; z-lab (model_type "qwen3") the depth.
+    AngelSpec (model_type "dflash") writes the number of taps under this name and the depth as
+    `target_num_hidden_layers`; z-lab and AngelSlim (model_type "qwen3") the depth.
     """
     count = _in_either(config, "num_target_layers", ConfigObject.integer)
-    return None if config.string("model_type") == "dflash" and count == len(taps) else count
+    if config.string("model_type") == "dflash" and count == len(taps):
+        return _in_either(config, "target_num_hidden_layers", ConfigObject.integer)
+    return count
 
 
 def _read_policies(config: ConfigFile, num_layers: int) -> tuple[AttentionPolicy, ...]:
@@ -181,9 +195,25 @@ def _read_drafter_windows(config: ConfigFile, num_layers: int) -> tuple[int, ...
     return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
-def _check_fc(spec: DrafterSpec, tensors: TensorFolder) -> None:
-    """fc takes exactly the tapped states, one hidden size for each tap."""
-    shape, wanted = list(tensors["fc.weight"].shape), list(expected_tensors(spec)["fc.weight"])
+def _check_dflare(spec: DrafterSpec, config: ConfigFile) -> None:
+    """What DFlash may have and DFlare not."""
+    if spec.target_hidden_size != spec.hidden_size:
+        what = f"target_hidden_size is {spec.target_hidden_size}, but hidden_size is {spec.hidden_size}"
+        mend = f"A DFlare drafter has no {FC} between the two: they must be equal"
+        raise CheckpointError(what, where=str(config.path), mend=mend)
+    if spec.qkv_bias:
+        # whether the projections for the context have biases too, no published checkpoint shows
+        raise config.error("attention_bias", "DFlare drafters with biases are not supported")
+
+
+def _check_fusion(spec: DrafterSpec, tensors: TensorFolder) -> None:
+    """What fuses the taps takes exactly these taps: fc a hidden size of each, DFlare a share of each for each layer."""
+    name = FC if spec.system == "dflash" else FUSION_WEIGHTS
+    shape, wanted = list(tensors[name].shape), list(expected_tensors(spec)[name])
     if shape != wanted:
-        what = f"fc.weight is {shape}, but {len(spec.taps)} taps of hidden size {spec.target_hidden_size} need {wanted}"
+        needing = {
+            "dflash": f"{len(spec.taps)} taps of hidden size {spec.target_hidden_size}",
+            "dflare": f"{spec.num_layers} layers (num_hidden_layers) and {len(spec.taps)} taps (target_layer_ids)",
+        }[spec.system]
+        what = f"{name} is {shape}, but {needing} need {wanted}"
         raise CheckpointError(what, where=str(tensors.where), mend="Compare target_layer_ids with the training config")

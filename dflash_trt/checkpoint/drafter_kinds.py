@@ -8,37 +8,66 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from dflash_trt.errors import CheckpointError
 
-# Kind and the parts of tensor names (between dots, exact: `k_proj` is no `k_proj_target`) that only it has.
-# The order matters where a kind has another's parts too: DFly has DFlare's fusion, DSpark an embedding of its own.
+FC = "fc.weight"
+FUSION_WEIGHTS = "layer_fusion_weights"
+TARGET_PROJECTIONS = ("k_proj_target", "v_proj_target")
+
+_SUPPORTED = "Supported: DFlash as z-lab publishes it, and DFlare as AngelSlim and AngelSpec publish it"
+
+# Kind and the parts of tensor names (between dots, exact) that only it has, of those that are not supported.
+# The order matters where a kind has another's parts too: a DSpark drafter has an embedding of its own.
 _MARKS: tuple[tuple[str, frozenset[str]], ...] = (
     ("a DFly drafter", frozenset({"hidden_correction"})),
     ("a DFlash2 drafter", frozenset({"attention_conv", "mlp_conv", "candidate_selector"})),
     ("a DSpark drafter", frozenset({"markov_head", "confidence_head"})),
     ("a Domino drafter", frozenset({"prefix_gru"})),
-    ("a DFlare drafter", frozenset({"layer_fusion_weights", "k_proj_target", "v_proj_target"})),
+    ("a drafter with the names AngelSpec trains under", frozenset({"context_proj", "context_norm", "final_norm"})),
     ("a drafter with a mask embedding of its own", frozenset({"mask_embedding"})),
     ("a drafter with an embedding or LM head of its own", frozenset({"embed_tokens", "lm_head"})),
 )
 
 
-def check_is_dflash(names: Iterable[str], where: Path) -> None:
-    """Pass DFlash: `fc.weight`, and none of the other kinds' tensors.
+def drafter_kind(names: Iterable[str], where: Path) -> Literal["dflash", "dflare"]:
+    """Which drafter has tensors of these names.
+
+    DFlash has `fc.weight`; DFlare has `layer_fusion_weights` in its place, and `k_proj_target`, `v_proj_target` in each
+    layer (arXiv 2606.02091).
 
     Raises:
-        CheckpointError: naming the kind it is, and the tensor that shows it.
+        CheckpointError: another kind, a mixture or part of the two, or no drafter; naming the tensors that show it.
     """
     found = list(names)
-    if any(name.startswith("model.layers.") for name in found) and "fc.weight" not in found:
+    if any(name.startswith("model.layers.") for name in found) and FC not in found:
         mend = "Give the drafter's folder, and this one as the target"
         raise CheckpointError("this is a whole language model, not a drafter", where=str(where), mend=mend)
     for kind, marks in _MARKS:
         shown = [name for name in found if not marks.isdisjoint(name.split("."))]
         if shown:
             what = f"this is {kind} (tensor {shown[0]}), which this version does not support"
-            raise CheckpointError(what, where=str(where), mend="Supported: DFlash as z-lab publishes it")
-    if "fc.weight" not in found:
-        what = "this is no DFlash drafter: it has no tensor fc.weight"
-        raise CheckpointError(what, where=str(where), mend="Supported: DFlash as z-lab publishes it")
+            raise CheckpointError(what, where=str(where), mend=_SUPPORTED)
+    # exact parts: `k_proj` is no `k_proj_target`
+    projections = [name for name in found if not set(TARGET_PROJECTIONS).isdisjoint(name.split("."))]
+    match (FC in found, FUSION_WEIGHTS in found, bool(projections)):
+        case True, False, False:
+            return "dflash"
+        case False, True, True:
+            return "dflare"
+        case False, False, False:
+            what, mend = f"this is no drafter: it has neither {FC} (DFlash) nor {FUSION_WEIGHTS} (DFlare)", _SUPPORTED
+        case True, _, _:
+            dflare = FUSION_WEIGHTS if FUSION_WEIGHTS in found else projections[0]
+            what = f"{FC} is DFlash's and {dflare} DFlare's: which of the two this is, is not clear"
+            mend = f"{_SUPPORTED}; mixtures of the two are not"
+        case False, False, True:
+            what = f"this is a DFlare drafter without its fusion weights: it has {projections[0]}"
+            what += f", but no {FUSION_WEIGHTS}"
+            mend = "Download or export the whole checkpoint again"
+        case _:
+            what = f"this is a DFlare drafter without projections for the context: it has {FUSION_WEIGHTS}"
+            what += f", but no tensor has {' or '.join(TARGET_PROJECTIONS)} in its name"
+            mend = f"Download or export the whole checkpoint again. {_SUPPORTED}"
+    raise CheckpointError(what, where=str(where), mend=mend)

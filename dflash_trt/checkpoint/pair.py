@@ -39,6 +39,37 @@ def check_pair(target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size:
     return _settle_block_size(drafter, block_size)
 
 
+def check_vp_drafter(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, vp_drafter: DrafterCheckpoint, block_size: int,
+    asked: int | None,
+) -> int:  # fmt: skip
+    """Check the VP drafter of D2SD against the target and the first drafter, and settle its block size.
+
+    Args:
+        block_size: of the first drafter at run time.
+        asked: tokens of a VP block; None for the trained ones.
+
+    Returns:
+        The VP drafter's runtime block size, block_size .. its trained one.
+
+    Raises:
+        PairError: the first thing that does not fit.
+    """
+    size = check_pair(target, vp_drafter, asked)
+    first, second = drafter.spec, vp_drafter.spec
+    for field, own, other in (
+        ("mask_token_id", second.mask_token_id, first.mask_token_id),
+        ("target_layer_ids", list(second.taps), list(first.taps)),
+    ):
+        if own != other:
+            what = f"{field} is {own} in {_config(vp_drafter)}, but {other} in {_config(drafter)}"
+            raise PairError(what, mend="Both drafters read the same features: use two that were trained alike")
+    if size < block_size:
+        what = f"the VP drafter's block is {size} ({_config(vp_drafter)}), but the first drafter's is {block_size}"
+        raise PairError(what, mend=f"Use --block-size {size} or less, or a VP drafter trained on larger blocks")
+    return size
+
+
 def _config(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> str:
     return str(checkpoint.path / "config.json")
 

@@ -81,12 +81,12 @@ class TargetSpec(DecoderSpec):
 
 
 class DrafterSpec(DecoderSpec):
-    """A DFlash drafter. Tensor names have no prefix (`layers.{i}...`, `fc`, `hidden_norm`, `norm`).
+    """A DFlash or DFlare drafter. Tensor names have no prefix (`layers.{i}...`, `hidden_norm`, `norm`).
 
     `taps`: ids of target layers; the context feature of tap l is the residual stream after decoder block l.
     """
 
-    system: Literal["dflash"]
+    system: Literal["dflash", "dflare"]
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]

@@ -15,6 +15,17 @@ from dflash_trt.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.runtime.engine import Engine, Generation
+    from dflash_trt.runtime.trace import Branches
+
+
+class _BranchCount(click.ParamType):
+    name = "integer|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Branches:
+        return "auto" if value == "auto" else click.INT.convert(value, param, ctx)
+
+
+_BRANCHES = _BranchCount()
 
 
 @click.command("run")
@@ -32,17 +43,21 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Repeats a sampled output.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens.")
+@click.option("--branches", type=_BRANCHES, help="Branches per step (D2SD), or auto.  [default: as built]")
 @click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
 @click.option("--chat/--no-chat", default=False, show_default=True, help="Put the prompt into the chat template.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 lets the backend choose.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Record every step in this file, for `inspect`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     bundle: Path,
     prompt: str | None,
     prompt_file: Path | None,
+    branches: Branches | None,
     speculation: bool,
     chat: bool,
     threads: int,
+    trace: Path | None,
     as_json: bool,
     **sampling: Any,
 ) -> None:
@@ -53,6 +68,8 @@ def command(
         sys.stdout.reconfigure(encoding="utf-8")  # as the prompt is, whatever the locale
     SamplingParams(**sampling)  # refuse a bad value before the bundle is read
     text = _prompt(prompt, prompt_file)
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise UsageError("its folder does not exist", where=f"--trace {trace}", mend="Create it, or name another file")
 
     from dflash_trt.loading import load_engine
 
@@ -60,17 +77,29 @@ def command(
     tokens = _encode(engine, text, chat)
     started = time.perf_counter()
     generation = None
-    for event in engine.generate(tokens, stream=True, speculation=speculation, **sampling):
+    options: dict[str, Any] = {"speculation": speculation, "branches": branches, "trace": trace is not None, **sampling}
+    for event in engine.generate(tokens, stream=True, **options):
         generation = event.generation
         if not as_json:
             click.echo(event.text, nl=False)  # flushes
     assert generation is not None
     seconds = time.perf_counter() - started
+    if trace is not None:
+        assert generation.trace is not None
+        _write(trace, generation.trace.model_dump_json(indent=1))
     if as_json:
         click.echo(json.dumps(_result(generation, seconds)))
     else:
         click.echo()
         click.echo(_figures(generation, seconds, speculation), err=True)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        what = f"cannot be written: {error.strerror}"
+        raise UsageError(what, where=f"--trace {file}", mend="Name another file") from error
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:

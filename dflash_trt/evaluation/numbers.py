@@ -10,6 +10,8 @@ import numpy as np
 
 from dflash_trt.backends.base import Array, Session, numpy_dtype
 from dflash_trt.bundle import BundleInfo
+from dflash_trt.export.contract import Role
+from dflash_trt.runtime.drafter import Block
 from dflash_trt.runtime.tree import CandidateTree
 
 # |found - wanted| <= limit * (|wanted| + the output's median magnitude): a few channels of real hidden states are
@@ -31,14 +33,15 @@ class OutputComparison:
     reason: str
 
 
-def compare_graphs(info: BundleInfo, role: str, session: Session, reference: Session) -> Iterator[OutputComparison]:
+def compare_graphs(info: BundleInfo, role: Role, session: Session, reference: Session) -> Iterator[OutputComparison]:
     """A few passes over growing caches; yields a comparison for every output.
 
-    The target: a chunk, one token, a random tree. The drafter: blocks with all and with some of the feature rows valid.
+    The target: a chunk, one token, a random tree of full size. A drafter: blocks with all and with some of the feature
+    rows valid; the VP drafter: several blocks at once that see only themselves, each with another visible prefix.
     The caches are compared as they are after the last pass, all layers in one comparison.
     """
     outputs = [spec.name for spec in info.graphs[role].spec.outputs]
-    passes = list(_target_passes(info) if role == "target" else _drafter_passes(info))
+    passes = list(_target_passes(info) if role == "target" else _drafter_passes(info, role))
     capacity = _slots(passes)
     found, wanted = _run(passes, session, outputs, capacity), _run(passes, reference, outputs, capacity)
     limit = LIMITS[info.precision]
@@ -74,10 +77,10 @@ def _slots(passes: list[dict[str, Array]]) -> int:
 
 def _target_passes(info: BundleInfo) -> Iterator[dict[str, Array]]:
     random = np.random.default_rng(_SEED)
-    # every token in a row of its own position first, then a tree of a block's size
+    # every token in a row of its own position first, then a tree of full size
     room = info.limits.max_seq_len
     chunk = max(1, min(24, room - 2))
-    size = info.block_size
+    size = info.limits.tree_size
     parents = np.array([-1, *(int(random.integers(max(0, i - 3), i)) for i in range(1, size))])
     tree = CandidateTree.from_parents(np.arange(size), parents)
     chain = np.arange(chunk)
@@ -96,22 +99,24 @@ def _target_passes(info: BundleInfo) -> Iterator[dict[str, Array]]:
         }
 
 
-def _drafter_passes(info: BundleInfo) -> Iterator[dict[str, Array]]:
+def _drafter_passes(info: BundleInfo, role: Role) -> Iterator[dict[str, Array]]:
     random = np.random.default_rng(_SEED)
-    width = len(info.taps) * info.drafter.target_hidden_size
-    size, context = info.block_size, 0
+    width, limits, context = len(info.taps) * info.target.hidden_size, info.limits, 0
+    redrafts = role == "vp_drafter"
+    size = limits.vp_block_size if redrafts else limits.block_size
+    candidates = max(1, limits.redraft_rows) if redrafts else 1
     longest = max(1, info.limits.max_seq_len // 4)
     for rows, valid in ((16, 16), (1, 0), (5, 3), (4, 4)):
         rows, valid = min(rows, longest), min(valid, longest)
-        block = np.full((1, size), info.mask_token_id)
-        block[0, 0] = random.integers(0, info.target.vocab_size)
+        tokens = random.integers(0, info.target.vocab_size, size).tolist()
+        block = Block.of([tokens[: kept % size + 1] for kept in range(candidates)], size, info.mask_token_id)
         yield {
             "context_features": random.standard_normal((1, rows, width)).astype(numpy_dtype(info.precision)),
             "feature_len": np.array([valid]),
             "context_len": np.array([context]),
-            "block_ids": block,
-            "block_position_ids": np.arange(context + valid, context + valid + size)[None],
-            "visibility": np.ones((1, size, size), np.bool_),
+            "block_ids": block.ids[None],
+            "block_position_ids": context + valid + block.offsets[None],
+            "visibility": block.visibility[None],
         }
         context += valid
 

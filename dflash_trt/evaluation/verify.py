@@ -63,13 +63,13 @@ class VerifyReport:
 
 def verify_folder(folder: Path, progress: Progress | None = None) -> VerifyReport:
     """Verifies the bundle in `folder`, after checking its files."""
-    return verify(folder, open_info(folder), progress)
+    info = open_info(folder)
+    return verify(folder, info, open_engine(folder, info), progress)
 
 
-def verify(folder: Path, info: BundleInfo, progress: Progress | None = None) -> VerifyReport:
-    """Verifies a bundle whose files were checked, or just written."""
+def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | None = None) -> VerifyReport:
+    """Verifies a bundle whose files were checked, or just written, and its engine."""
     progress = progress or SilentProgress()
-    engine = open_engine(folder, info)
     checks = []
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))
@@ -88,9 +88,8 @@ def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[C
         elif importlib.util.find_spec("torch") is None:
             yield Check(f"numbers: {role}", "not run", {}, limit, "torch is not installed")
         else:
-            session = engine.target if role == "target" else engine.drafter
             reference = reference_session(folder, info, role)
-            for result in compare_graphs(info, role, session, reference):
+            for result in compare_graphs(info, role, engine.sessions[role], reference):
                 status: Status = "passed" if result.passed else "failed"
                 yield Check(f"numbers: {role}.{result.output}", status, result.measured, limit, result.reason)
 
@@ -102,6 +101,7 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
     prompts = [ids[:longest] for ids in map(engine.tokenizer.encode, PROBES) if ids]
     comparisons: list[tuple[str, Comparison]] = []
     steps: list[int] = []
+    unbranched: list[int] = []
     for settings in SETTINGS:
         tokens = min(PROBE_TOKENS, room - longest)
         batched = engine.limits.max_batch_size > 1
@@ -114,9 +114,12 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
                 comparisons.append((str(settings), comparison))
             if settings["temperature"] == 0:
                 steps += drafted.statistics.acceptance_lengths
+                if engine.limits.branches:
+                    trunk = engine.generate(ids, branches=0, max_tokens=tokens, **settings)
+                    unbranched += trunk.statistics.acceptance_lengths
             advance(1)
     yield _losslessness(comparisons, precision)
-    yield _acceptance(steps, engine)
+    yield _acceptance(steps, unbranched, engine)
 
 
 def _losslessness(comparisons: list[tuple[str, Comparison]], precision: str) -> Check:
@@ -137,8 +140,8 @@ def _losslessness(comparisons: list[tuple[str, Comparison]], precision: str) -> 
     return Check("losslessness", "failed" if reason else "passed", verdicts, limit, reason)
 
 
-def _acceptance(steps: list[int], engine: Engine) -> Check:
-    """tau over all steps of the greedy runs."""
+def _acceptance(steps: list[int], unbranched: list[int], engine: Engine) -> Check:
+    """tau over all steps of the greedy runs, of D2SD also over those without branches."""
     limit = f"tau > {MIN_TAU}"
     if not steps:
         reason = "no decoding step was needed: max_seq_len is too small, or every probe ends at once"
@@ -148,4 +151,6 @@ def _acceptance(steps: list[int], engine: Engine) -> Check:
     if reason and engine.limits.max_seq_len < 4 * engine.limits.block_size:
         reason += f", or max_seq_len {engine.limits.max_seq_len} is too short to tell"
     measured = {"mean_acceptance_length": tau, "steps": len(steps)}
+    if unbranched:
+        measured["without_branches"] = float(np.mean(unbranched))
     return Check("acceptance", "failed" if reason else "passed", measured, limit, reason)

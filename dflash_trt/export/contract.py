@@ -6,7 +6,7 @@ from typing import Literal
 
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
 
-Role = Literal["target", "drafter"]
+Role = Literal["target", "drafter", "vp_drafter"]
 
 
 class TensorSpec(Frozen):
@@ -69,10 +69,10 @@ def target_graph(spec: TargetSpec, num_taps: int, dtype: Dtype) -> GraphSpec:
     )
 
 
-def drafter_graph(spec: DrafterSpec, dtype: Dtype) -> GraphSpec:
-    """I/O of a drafter graph: inject the pending features, then draft a block."""
+def drafter_graph(spec: DrafterSpec, dtype: Dtype, role: Role = "drafter") -> GraphSpec:
+    """I/O of a drafter graph: inject the pending features, then draft a block (a VP drafter: K blocks at once)."""
     return GraphSpec(
-        role="drafter",
+        role=role,
         inputs=(
             TensorSpec(
                 name="context_features", dtype=dtype, shape=("B", "N", len(spec.taps) * spec.target_hidden_size)

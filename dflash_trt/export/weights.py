@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from dflash_trt.checkpoint.decoder import SPEC_DTYPES
+from dflash_trt.checkpoint.drafter_kinds import FUSION_WEIGHTS
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import NUMPY_DTYPES, TensorEntry, TensorFolder
@@ -107,7 +108,10 @@ def _chunks(tensors: TensorFolder, name: str, dtype: np.dtype, progress: Progres
 def _place(
     tensors: TensorFolder, names: list[str], dtype: Dtype, folder: Path, converted_file: str, progress: Progress
 ) -> dict[str, TensorEntry]:
-    """Places tensors in `folder`, in place where the dtype fits; returns name -> entry."""
+    """Places tensors in `folder`, in place where the dtype fits; returns name -> entry.
+
+    `layer_fusion_weights` keep their dtype: their softmax is to be the same wherever it is taken from.
+    """
     wanted = _SAFETENSORS_DTYPE[dtype]
     entries: dict[str, TensorEntry] = {}
     to_convert = []
@@ -123,12 +127,13 @@ def _place(
         entries[name] = _moved(entry, folder / entry.file.name)
         progress(entry.nbytes)
     if to_convert:
+        to_convert.sort(key=lambda name: name == FUSION_WEIGHTS)  # last: an odd size would misalign what follows
         path = folder / converted_file
-        numpy_dtype = NUMPY_DTYPES[wanted]
+        dtypes = {name: tensors[name].dtype if name == FUSION_WEIGHTS else wanted for name in to_convert}
         write_safetensors(
             path,
-            {name: (wanted, tensors[name].shape) for name in to_convert},
-            lambda name: _chunks(tensors, name, numpy_dtype, progress),
+            {name: (dtypes[name], tensors[name].shape) for name in to_convert},
+            lambda name: _chunks(tensors, name, NUMPY_DTYPES[dtypes[name]], progress),
         )
         entries.update(TensorFolder.from_files([path]))
     return entries
@@ -173,7 +178,11 @@ def place_drafter(
     folder: Path,
     progress: Progress,
 ) -> PlacedWeights:
-    """Places a drafter's tensors, and links the target's embedding and head beside them."""
+    """Places a drafter's tensors and tables, and links the target's embedding and head beside them.
+
+    `layer_fusion_weights` are among them although the graph has only the `fusion_shares` of the tables: the reference
+    is loaded from the bundle.
+    """
     placed = PlacedWeights(folder, _place(tensors, list(tensors), dtype, folder, CONVERTED, progress))
     placed.entries.update(_place_tables(tables, folder))
     for name in _SHARED_NAMES:

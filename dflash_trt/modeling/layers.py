@@ -6,6 +6,7 @@ Attention reads and writes fixed-capacity caches through the two custom operator
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -50,38 +51,69 @@ class NewTokens:
 
 
 @dataclass(frozen=True)
-class Injection:
-    """Context rows [B, N, H] to be written before the new tokens' own, in one cache update with them.
+class CacheRows:
+    """The rows a cache update writes: context rows, then the new tokens' own, in one update.
 
     source [B, N+Q]: which row of (context, new tokens) each cache row takes; position_ids [B, N+Q] of the cache rows;
     write_start [B], the slot of the first.
     """
 
-    context: torch.Tensor
     source: torch.Tensor
     position_ids: torch.Tensor
     write_start: torch.Tensor
 
     @classmethod
     def before(
-        cls, tokens: NewTokens, context: torch.Tensor, context_len: torch.Tensor, feature_len: torch.Tensor
-    ) -> Injection:
+        cls, tokens: NewTokens, available: int, context_len: torch.Tensor, feature_len: torch.Tensor
+    ) -> CacheRows:
         """Row r < feature_len is context row r, row feature_len + i is new token i, what is left over repeats the last.
 
         One update per layer, because runtimes update a cache in place only when it is written once.
+
+        Args:
+            available: context rows there are, N; feature_len [B] of them are valid.
         """
-        available, new = context.shape[1], tokens.position_ids.shape[1]
-        rows = torch.arange(available + new, device=context.device)
+        new = tokens.position_ids.shape[1]
+        rows = torch.arange(available + new, device=feature_len.device)
         own = (rows - feature_len[:, None]).clamp(max=new - 1) + available
         source = torch.where(rows < feature_len[:, None], rows, own)
-        context_positions = context_len[:, None] + torch.arange(available, device=context.device)
+        context_positions = context_len[:, None] + torch.arange(available, device=feature_len.device)
         positions = torch.cat((context_positions, tokens.position_ids), dim=1).gather(1, source)
-        return cls(context, source, positions, context_len)
+        return cls(source, positions, context_len)
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows [B, N+Q, H] the cache takes, given those of the new tokens [B, Q, H]."""
-        merged = torch.cat((self.context, x), dim=1)
+    def gather(self, context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """context [B, N, S], the new tokens' own [B, Q, S] -> the rows the cache takes [B, N+Q, S]."""
+        merged = torch.cat((context, own), dim=1)
         return merged.gather(1, self.source[:, :, None].expand(-1, -1, merged.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Injection(ABC):
+    """Context rows that one layer writes to its cache before the new tokens' own."""
+
+    rows: CacheRows
+    context: torch.Tensor
+
+    @abstractmethod
+    def keys_values(self, x: torch.Tensor, k_proj: nn.Module, v_proj: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [B, Q, H] of the new tokens -> keys and values [B, N+Q, Hkv*D] of all rows."""
+
+
+class HiddenContext(Injection):
+    """context [B, N, H]: hidden states, which the layer projects together with the new tokens'."""
+
+    def keys_values(self, x: torch.Tensor, k_proj: nn.Module, v_proj: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.rows.gather(self.context, x)
+        return k_proj(rows), v_proj(rows)
+
+
+class ProjectedContext(Injection):
+    """context [B, N, 2*Hkv*D]: keys and values side by side, projected already by weights of the context's own."""
+
+    def keys_values(self, x: torch.Tensor, k_proj: nn.Module, v_proj: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        own = torch.cat((k_proj(x), v_proj(x)), dim=-1)
+        keys, values = self.rows.gather(self.context, own).chunk(2, dim=-1)
+        return keys, values
 
 
 class Attention(nn.Module):
@@ -114,15 +146,20 @@ class Attention(nn.Module):
         if self.qk_norm:
             query = F.rms_norm(query, (self.head_dim,), self.q_norm.weight.float(), self.eps)
         query = torch.onnx.ops.rotary_embedding(query.transpose(1, 2), tokens.cos, tokens.sin, tokens.position_ids)
-        rows = x if injection is None else injection.rows(x)
+        if injection is None:
+            keys, values = self.k_proj(x), self.v_proj(x)
+            position_ids, write_start = tokens.position_ids, tokens.context_len
+        else:
+            keys, values = injection.keys_values(x, self.k_proj, self.v_proj)
+            position_ids, write_start = injection.rows.position_ids, injection.rows.write_start
         key_cache, value_cache = kv_injection(
-            self.k_proj(rows).unflatten(-1, (-1, self.head_dim)),
-            self.v_proj(rows).unflatten(-1, (-1, self.head_dim)),
+            keys.unflatten(-1, (-1, self.head_dim)),
+            values.unflatten(-1, (-1, self.head_dim)),
             self.k_norm.weight if self.qk_norm else None,
-            tokens.position_ids if injection is None else injection.position_ids,
+            position_ids,
             tokens.cos,
             tokens.sin,
-            tokens.context_len if injection is None else injection.write_start,
+            write_start,
             key_cache,
             value_cache,
             self.eps,

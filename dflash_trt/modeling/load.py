@@ -7,12 +7,28 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from dflash_trt.checkpoint.drafter_kinds import FUSION_WEIGHTS
 from dflash_trt.checkpoint.rope import rope_tables
-from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, TargetSpec
+from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, RopeSpec, TargetSpec
 from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.modeling.dflare import FUSION_SHARES, DFlareDrafter, fusion_shares
 from dflash_trt.modeling.dflash import DFlashDrafter
+from dflash_trt.modeling.drafter import BlockDrafter
 from dflash_trt.modeling.target import TargetModel
+
+
+def target_tables(spec: TargetSpec, positions: int) -> dict[str, np.ndarray]:
+    """What a target's graph holds besides its weights: `rope_cos`, `rope_sin` float32 [positions, D/2]."""
+    return _rope(spec.rope, positions)
+
+
+def drafter_tables(spec: DrafterSpec, tensors: TensorFolder, positions: int) -> dict[str, np.ndarray]:
+    """What a drafter's graph holds besides its weights: rotary tables, and DFlare's `fusion_shares` float32."""
+    tables = _rope(spec.rope, positions)
+    if spec.system == "dflare":
+        tables[FUSION_SHARES] = fusion_shares(tensors.read(FUSION_WEIGHTS))
+    return tables
 
 
 def meta_target(spec: TargetSpec, taps: tuple[int, ...], positions: int, dtype: Dtype) -> TargetModel:
@@ -22,11 +38,12 @@ def meta_target(spec: TargetSpec, taps: tuple[int, ...], positions: int, dtype: 
         return _cast(TargetModel(spec, taps, cos, sin), dtype)
 
 
-def meta_drafter(spec: DrafterSpec, target: TargetSpec, positions: int, dtype: Dtype) -> DFlashDrafter:
+def meta_drafter(spec: DrafterSpec, target: TargetSpec, positions: int, dtype: Dtype) -> BlockDrafter:
     """A drafter without storage, for tracing."""
     with torch.device("meta"):
         cos, sin = (torch.empty(positions, spec.rope.rotary_dim // 2) for _ in range(2))
-        return _cast(DFlashDrafter(spec, target, cos, sin), dtype)
+        drafter = {"dflash": DFlashDrafter, "dflare": DFlareDrafter}[spec.system]
+        return _cast(drafter(spec, target, cos, sin), dtype)
 
 
 def load_target(
@@ -34,9 +51,9 @@ def load_target(
 ) -> TargetModel:
     """A target with the checkpoint's weights in `dtype`."""
     module = meta_target(spec, taps, positions, dtype)
-    own = [name for name in module.state_dict() if not name.startswith("rope_") and name not in (EMBEDDING, LM_HEAD)]
+    own = [name for name, _ in module.named_parameters() if name not in (EMBEDDING, LM_HEAD)]
     state = {name: _tensor(tensors, name, dtype) for name in own} | _shared(tensors, dtype)
-    return _assign(module, state, rope_tables(spec.rope, positions))
+    return _assign(module, state, target_tables(spec, positions))
 
 
 def load_drafter(
@@ -46,17 +63,22 @@ def load_drafter(
     target_tensors: TensorFolder,
     positions: int,
     dtype: Dtype,
-) -> DFlashDrafter:
+) -> BlockDrafter:
     """A drafter with the checkpoint's weights and the target's embedding and head in `dtype`."""
     module = meta_drafter(spec, target, positions, dtype)
-    own = [name for name in module.state_dict() if not name.startswith(("rope_", "target."))]
+    own = [name for name, _ in module.named_parameters() if not name.startswith("target.")]
     state = {name: _tensor(tensors, name, dtype) for name in own}
     state |= {f"target.{name}": tensor for name, tensor in _shared(target_tensors, dtype).items()}
-    return _assign(module, state, rope_tables(spec.rope, positions))
+    return _assign(module, state, drafter_tables(spec, tensors, positions))
+
+
+def _rope(rope: RopeSpec, positions: int) -> dict[str, np.ndarray]:
+    cos, sin = rope_tables(rope, positions)
+    return {"rope_cos": cos, "rope_sin": sin}
 
 
 def _cast(module: torch.nn.Module, dtype: Dtype):  # type: ignore[no-untyped-def]
-    """Parameters to `dtype`; the rotary tables stay float32."""
+    """Parameters to `dtype`; the tables stay float32."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(getattr(torch, dtype))
         parameter.requires_grad_(False)
@@ -79,7 +101,7 @@ def _tensor(tensors: TensorFolder, name: str, dtype: Dtype) -> torch.Tensor:
     return tensor.to(getattr(torch, dtype))
 
 
-def _assign(module, state: Mapping[str, torch.Tensor], tables: tuple[np.ndarray, np.ndarray]):  # type: ignore[no-untyped-def]
-    cos, sin = (torch.from_numpy(table) for table in tables)
-    module.load_state_dict({**state, "rope_cos": cos, "rope_sin": sin}, strict=True, assign=True)
+def _assign(module, state: Mapping[str, torch.Tensor], tables: Mapping[str, np.ndarray]):  # type: ignore[no-untyped-def]
+    buffers = {name: torch.from_numpy(table) for name, table in tables.items()}
+    module.load_state_dict({**state, **buffers}, strict=True, assign=True)
     return module.eval()

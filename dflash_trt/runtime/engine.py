@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, overload
 
 from dflash_trt.backends.base import Session
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import RequestError, UsageError
+from dflash_trt.export.contract import Role
+from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts
 from dflash_trt.runtime.decode import DecodeBatch
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sampling import SamplingParams
 from dflash_trt.runtime.sequence import FinishReason, SequenceState, check_prompt
 from dflash_trt.runtime.statistics import GenerationStatistics
 from dflash_trt.runtime.text import Tokenizer
+from dflash_trt.runtime.trace import Branches, StepTrace, System, Trace
 
 Prompt = str | Sequence[int]
 
@@ -27,6 +30,7 @@ class Generation:
         token_ids: new tokens, the one that ended the output included.
         finish_reason: "stop" (stop token or string) or "length" (max_tokens or max_seq_len).
         seed: the seed in use; giving it again repeats the output.
+        trace: what each step did, where it was asked for.
     """
 
     prompt_token_ids: list[int]
@@ -35,6 +39,7 @@ class Generation:
     finish_reason: FinishReason
     seed: int
     statistics: GenerationStatistics
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,13 @@ class StreamEvent:
 
 
 class Engine:
-    """Decodes with a target session and, speculatively, a drafter session.
+    """Decodes with a target session and, speculatively, a drafter session or two.
 
     Made by `dflash_trt.load(bundle)`.
+
+    Attributes:
+        vp_drafter: of a D2SD bundle, else None.
+        costs: seconds of passes by tokens, which `branches="auto"` needs; None where they were not measured.
     """
 
     def __init__(
@@ -62,26 +71,46 @@ class Engine:
         mask_token_id: int,
         eos_token_ids: Sequence[int],
         vocab_size: int,
+        system: System = "dflash",
+        vp_drafter: Session | None = None,
+        costs: PassCosts | None = None,
     ) -> None:
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.vp_drafter = target, drafter, vp_drafter
         self.tokenizer = tokenizer
         self.limits = limits
+        self.system = system
+        self.costs = costs
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = vocab_size
 
-    @overload
-    def generate(
-        self, prompt: Prompt, *, stream: Literal[False] = False, speculation: bool = True, **sampling: Any
-    ) -> Generation: ...
+    @property
+    def sessions(self) -> dict[Role, Session]:
+        """The graphs by role."""
+        sessions: dict[Role, Session] = {"target": self.target, "drafter": self.drafter}
+        return sessions if self.vp_drafter is None else {**sessions, "vp_drafter": self.vp_drafter}
 
     @overload
     def generate(
-        self, prompt: Prompt, *, stream: Literal[True], speculation: bool = True, **sampling: Any
-    ) -> Iterator[StreamEvent]: ...
+        self, prompt: Prompt, *, stream: Literal[False] = False, speculation: bool = True,
+        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+    ) -> Generation: ...  # fmt: skip
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, stream: Literal[True], speculation: bool = True,
+        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+    ) -> Iterator[StreamEvent]: ...  # fmt: skip
 
     def generate(
-        self, prompt: Prompt, *, stream: bool = False, speculation: bool = True, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        stream: bool = False,
+        speculation: bool = True,
+        branches: Branches | None = None,
+        trace: bool = False,
+        **sampling: Any,
     ) -> Generation | Iterator[StreamEvent]:
         """Generates from one prompt.
 
@@ -89,34 +118,60 @@ class Engine:
             prompt: text, encoded with the tokenizer's special tokens, or token ids taken as they are.
             stream: gives an iterator of events, one per step.
             speculation: False decodes token by token with the same engine; the output is the same.
+            branches: of a D2SD bundle: how many a step has at most, 0 for none (DFlash), "auto" for as many as pay;
+                None for as many as the bundle was built for. The output is the same.
+            trace: keeps what each step did.
             sampling: fields of `SamplingParams`.
 
         Raises:
-            RequestError: an empty or too long prompt. UsageError: a sampling parameter out of range.
+            RequestError: an empty or too long prompt. UsageError: a sampling parameter or `branches` out of range.
         """
+        branches = self._checked_branches(branches)
         sequence = self._sequence(prompt, SamplingParams(**sampling))
-        batch = self._batch([sequence], speculation)
+        if trace:
+            sequence.trace = []
+        batch = self._batch([sequence], speculation, branches)
         if stream:
-            return self._stream(sequence, batch)
+            return self._stream(sequence, batch, branches)
         batch.run()
-        return _generation(sequence)
+        return self._generation(sequence, branches)
 
     def generate_batch(
-        self, prompts: Sequence[Prompt], *, speculation: bool = True, **sampling: Any
+        self, prompts: Sequence[Prompt], *, speculation: bool = True, branches: Branches | None = None, **sampling: Any
     ) -> list[Generation]:
         """Generates from several prompts, `max_batch_size` at once; each as `generate` would alone."""
+        branches = self._checked_branches(branches)
         sequences = [self._sequence(prompt, SamplingParams(**sampling)) for prompt in prompts]
         for start in range(0, len(sequences), self.limits.max_batch_size):
-            self._batch(sequences[start : start + self.limits.max_batch_size], speculation).run()
-        return [_generation(sequence) for sequence in sequences]
+            self._batch(sequences[start : start + self.limits.max_batch_size], speculation, branches).run()
+        return [self._generation(sequence, branches) for sequence in sequences]
 
-    def _stream(self, sequence: SequenceState, batch: DecodeBatch) -> Iterator[StreamEvent]:
+    def _checked_branches(self, branches: Branches | None) -> Branches:
+        """The branches in use. Raises UsageError where the bundle cannot have them."""
+        built = self.limits.branches
+        if branches is None:
+            return built
+        if self.vp_drafter is None:
+            mend = "Build it with --vp-drafter, or leave --branches out"
+            raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
+        if branches == "auto":
+            if self.costs is None:
+                mend = "Build it without --no-verify, or give a number"
+                raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
+        elif not isinstance(branches, int) or not 0 <= branches <= built:
+            what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
+            raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
+        return branches
+
+    def _stream(self, sequence: SequenceState, batch: DecodeBatch, branches: Branches) -> Iterator[StreamEvent]:
         characters = tokens = 0
         batch.prefill()
         while True:
             done = not batch.active
             yield StreamEvent(
-                sequence.text[characters:], sequence.generated[tokens:], _generation(sequence) if done else None
+                sequence.text[characters:],
+                sequence.generated[tokens:],
+                self._generation(sequence, branches) if done else None,
             )
             if done:
                 return
@@ -133,18 +188,42 @@ class Engine:
         check_prompt(ids, self.limits, self.vocab_size)
         return SequenceState(ids, params, self.limits, self.eos_token_ids, self.tokenizer.stream(params.stop))
 
-    def _batch(self, sequences: Sequence[SequenceState], speculation: bool) -> DecodeBatch:
+    def _batch(self, sequences: Sequence[SequenceState], speculation: bool, branches: Branches) -> DecodeBatch:
         drafter = self.drafter if speculation else None
-        return DecodeBatch(self.target, drafter, sequences, self.limits, self.mask_token_id)
+        vp_drafter = self.vp_drafter if speculation and branches else None
+        return DecodeBatch(
+            self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter, self._policy(branches)
+        )
 
+    def _policy(self, branches: Branches) -> BranchPolicy:
+        if branches != "auto":
+            return FixedBranches(branches)
+        assert self.costs is not None
+        return AdaptiveBranches(self.limits.branches, self.costs)
 
-def _generation(sequence: SequenceState) -> Generation:
-    assert sequence.finish_reason is not None
-    return Generation(
-        prompt_token_ids=sequence.prompt,
-        token_ids=sequence.generated,
-        text=sequence.text,
-        finish_reason=sequence.finish_reason,
-        seed=sequence.sampler.seed,
-        statistics=sequence.statistics,
-    )
+    def _generation(self, sequence: SequenceState, branches: Branches) -> Generation:
+        assert sequence.finish_reason is not None
+        return Generation(
+            prompt_token_ids=sequence.prompt,
+            token_ids=sequence.generated,
+            text=sequence.text,
+            finish_reason=sequence.finish_reason,
+            seed=sequence.sampler.seed,
+            statistics=sequence.statistics,
+            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, branches),
+        )
+
+    def _trace(self, sequence: SequenceState, steps: Sequence[StepTrace], branches: Branches) -> Trace:
+        occurring = {token for step in steps for token in (*step.tokens, *step.emitted)}
+        occurring |= {token for step in steps for branch in step.branches for token in branch.tokens}
+        return Trace(
+            system=self.system,
+            block_size=self.limits.block_size,
+            vp_block_size=self.limits.vp_block_size,
+            branches=branches,
+            sampling=asdict(sequence.params) | {"seed": sequence.sampler.seed},
+            prompt_token_ids=tuple(sequence.prompt),
+            token_ids=tuple(sequence.generated),
+            steps=tuple(steps),
+            texts={token: self.tokenizer.decode([token], skip_special_tokens=False) for token in sorted(occurring)},
+        )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from dflash_trt.backends.base import Array
 from dflash_trt.errors import RequestError
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sampling import History, Sampler, SamplingParams
 from dflash_trt.runtime.statistics import GenerationStatistics
 from dflash_trt.runtime.text import TextStream
+from dflash_trt.runtime.trace import StepTrace
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,7 +44,7 @@ class SequenceState:
     """Tokens and lengths of one sequence.
 
     Invariant between steps: the target's cache holds `committed` rows, which are all tokens but the last one (the
-    anchor); the drafter's cache holds those of them whose features are not `pending` any more.
+    anchor).
     """
 
     def __init__(
@@ -61,10 +61,9 @@ class SequenceState:
         self.history = History(prompt)
         self.generated: list[int] = []
         self.committed = 0
-        self.pending: Array | None = None
-        self.pending_len = 0
         self.finish_reason: FinishReason | None = None
         self.statistics = GenerationStatistics()
+        self.trace: list[StepTrace] | None = None
         self.text = ""
         self._limit = min(params.max_tokens, limits.max_seq_len - len(prompt))
         self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}

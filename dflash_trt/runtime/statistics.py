@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dflash_trt.errors import UsageError
 
-Stage = Literal["prefill", "draft", "verify", "host"]
+Stage = Literal["prefill", "draft", "redraft", "verify", "host"]
 
 
 def _no_seconds() -> dict[Stage, float]:
-    return {"prefill": 0.0, "draft": 0.0, "verify": 0.0, "host": 0.0}
+    return {"prefill": 0.0, "draft": 0.0, "redraft": 0.0, "verify": 0.0, "host": 0.0}
 
 
 @dataclass
@@ -29,7 +29,8 @@ class GenerationStatistics:
             the length limit cut off (as the authors' loop counts).
         proposed_drafts: drafted tokens put before the target: nodes of the verified trees, roots excluded.
         accepted_drafts: those of them that were emitted, besides each step's last token.
-        target_passes, draft_passes: forward passes of the target (prefill chunks included) and of the drafters.
+        target_passes, draft_passes, redraft_passes: forward passes of the target, the drafter and the VP drafter, those
+            that prefill or only inject included.
         seconds: wall time by stage; "host" is what runs between passes (sampling, trees, text).
     """
 
@@ -38,6 +39,7 @@ class GenerationStatistics:
     accepted_drafts: int = 0
     target_passes: int = 0
     draft_passes: int = 0
+    redraft_passes: int = 0
     seconds: dict[Stage, float] = field(default_factory=_no_seconds)
 
     def record_step(self, *, proposed: int, yielded: int) -> None:
@@ -76,6 +78,11 @@ class GenerationStatistics:
         return sum(self.acceptance_lengths) / self.steps if self.steps else None
 
     @property
+    def verified_per_step(self) -> float | None:
+        """Tokens put before the target / steps: drafts and anchors; None without steps."""
+        return self.proposed_drafts / self.steps + 1 if self.steps else None
+
+    @property
     def acceptance_rate(self) -> float | None:
         """accepted drafts / proposed drafts; None when nothing was proposed."""
         return self.accepted_drafts / self.proposed_drafts if self.proposed_drafts else None
@@ -89,7 +96,19 @@ class GenerationStatistics:
             "proposed_drafts": self.proposed_drafts,
             "accepted_drafts": self.accepted_drafts,
             "acceptance_rate": self.acceptance_rate,
+            "verified_per_step": self.verified_per_step,
             "target_passes": self.target_passes,
             "draft_passes": self.draft_passes,
+            "redraft_passes": self.redraft_passes,
             "seconds": dict(self.seconds),
         }
+
+
+@contextmanager
+def timed_pass(stage: Stage, sharing: Collection[GenerationStatistics]) -> Iterator[None]:
+    """Time a pass of the `with` body; the sequences that share it share its time."""
+    started = time.perf_counter()
+    yield
+    share = (time.perf_counter() - started) / len(sharing)
+    for statistics in sharing:
+        statistics.seconds[stage] += share

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -18,13 +18,19 @@ from safetensors.torch import load_file, save_file
 from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.backends.torch import TorchSession
 from dflash_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
-from dflash_trt.checkpoint.rope import rope_tables
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflash_trt.export.contract import GraphSpec, drafter_graph, target_graph
 from dflash_trt.export.trace import trace
 from dflash_trt.export.weights import PlacedWeights, place_drafter, place_target
-from dflash_trt.modeling.load import load_drafter, load_target, meta_drafter, meta_target
+from dflash_trt.modeling.load import (
+    drafter_tables,
+    load_drafter,
+    load_target,
+    meta_drafter,
+    meta_target,
+    target_tables,
+)
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.simplify import Simplify
@@ -38,6 +44,7 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process e
 class Kind:
     """Which pair: small enough that tracing takes most of its time."""
 
+    system: Literal["dflash", "dflare"] = "dflash"
     family: str = "qwen3"
     tie: bool = True
     windows: bool = True
@@ -121,7 +128,7 @@ def _build(kind: Kind) -> SmallPair:
         **(WINDOWED if kind.windows and kind.family == "qwen3" else {}),
     )
     changes: dict[str, Any] = WINDOWED if kind.windows else {}
-    make_drafter(root / "ck_drafter", root / "ck_target", list(TAPS), 4, layers=LAYERS, **changes)
+    make_drafter(root / "ck_drafter", root / "ck_target", list(TAPS), 4, layers=LAYERS, kind=kind.system, **changes)
     if kind.stored != "float32":
         for file in (*root.glob("ck_*/*.safetensors"),):
             convert_file(file, kind.stored)
@@ -139,13 +146,13 @@ def _build(kind: Kind) -> SmallPair:
     ):
         folder = root / role
         folder.mkdir()
-        checkpoint = target if role == "target" else drafter
-        tables = dict(zip(("rope_cos", "rope_sin"), rope_tables(checkpoint.spec.rope, POSITIONS), strict=True))
         steps: list[int] = []
         if role == "target":
+            tables = target_tables(target.spec, POSITIONS)
             placed = place_target(tensors, tables, kind.dtype, folder, steps.append)
             loaded: torch.nn.Module = load_target(target.spec, TAPS, tensors, POSITIONS, kind.dtype)
         else:
+            tables = drafter_tables(drafter.spec, tensors, POSITIONS)
             placed = place_drafter(tensors, tables, built[0].placed, kind.dtype, folder, steps.append)
             loaded = load_drafter(drafter.spec, tensors, target.spec, target.tensors, POSITIONS, kind.dtype)
         result = Graph(graph, trace(module, graph), placed, folder, tuple(steps), loaded)

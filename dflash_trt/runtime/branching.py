@@ -1,0 +1,135 @@
+"""Which prefixes of the first draft a step of D2SD branches from, and which candidates it verifies.
+
+`FixedBranches` is the paper's rule (arXiv 2606.04446, section 3.1). `AdaptiveBranches` weighs what a step may gain
+against what its passes cost. Neither changes an output token: the target decides those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflash_trt.checkpoint.spec import Frozen
+from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, likeliest
+from dflash_trt.runtime.tree import CandidateTree
+
+_MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A re-drafted candidate.
+
+    Attributes:
+        kept: drafts of the trunk it keeps; all of them where it extends the trunk.
+        probability: that the trunk is right so far and no further.
+        tokens, confidence: of the tail behind what it keeps.
+    """
+
+    kept: int
+    probability: float
+    tokens: list[int]
+    confidence: list[float]
+
+
+class BranchPolicy(Protocol):
+    """Chooses before the re-draft, and again after it."""
+
+    def choose(self, confidence: FloatArray, size: int) -> list[int]:
+        """How many drafts each branch keeps, ascending.
+
+        Args:
+            confidence: f64 [n], of the trunk's drafts.
+            size: tokens of a branch with its anchor, at least n + 1. Where it is more, keeping all n extends the trunk.
+        """
+
+    def prune(
+        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
+    ) -> CandidateTree:
+        """The part of the merged tree worth verifying.
+
+        Args:
+            reach: f64 [Q], the chance that the walk comes to each node; a child's is no larger than its parent's.
+            confidence: of the trunk's drafts.
+        """
+
+
+class FixedBranches:
+    """The `count` likeliest prefixes, and the extension of the trunk where VP blocks are longer than first blocks."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def choose(self, confidence: FloatArray, size: int) -> list[int]:
+        return _prefixes(confidence, size, self._count)
+
+    def prune(
+        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
+    ) -> CandidateTree:
+        return tree
+
+
+class PassCosts(Frozen):
+    """Seconds of one pass by the number of its new tokens, one sequence at a time: ascending (tokens, seconds)."""
+
+    draft: tuple[tuple[int, float], ...]
+    redraft: tuple[tuple[int, float], ...]
+    verify: tuple[tuple[int, float], ...]
+
+
+class AdaptiveBranches:
+    """The number of branches, and the part of the tree, with the most expected tokens per second of the step.
+
+    A verified node that the walk comes to yields one token, so a tree yields the sum of its nodes' reach. Nodes are
+    taken in the order of their reach, which keeps prefixes whole. Before the re-draft its confidences are not known:
+    a mean of those of past steps stands in for them, at first that of the trunk.
+    """
+
+    def __init__(self, most: int, costs: PassCosts) -> None:
+        self._most = most
+        self._costs = {name: np.array(getattr(costs, name)).T for name in type(costs).model_fields}
+        self._redraft_confidence: float | None = None
+
+    def choose(self, confidence: FloatArray, size: int) -> list[int]:
+        options = [_prefixes(confidence, size, count) for count in range(min(self._most, len(confidence)) + 1)]
+        return max(options, key=lambda kept: self._expected_rate(confidence, size, kept))
+
+    def prune(
+        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
+    ) -> CandidateTree:
+        if branches:
+            seen = float(np.mean(np.concatenate([branch.confidence for branch in branches])))
+            known = self._redraft_confidence
+            self._redraft_confidence = seen if known is None else known + _MEMORY * (seen - known)
+        redrafted = sum(1 + branch.kept + len(branch.tokens) for branch in branches)
+        order = np.argsort(-reach, kind="stable")  # a node is never before its parent: those come first among equals
+        count, _ = self._best_count(reach[order], len(confidence) + 1, redrafted)
+        return tree.subtree(sorted(order[:count].tolist()))
+
+    def _expected_rate(self, confidence: FloatArray, size: int, kept: Sequence[int]) -> float:
+        """Tokens per second expected with branches that keep so many drafts."""
+        trunk = np.cumprod([1.0, *confidence])
+        ends = np.append(boundary_posterior(confidence), trunk[-1])
+        sure = self._redraft_confidence
+        sure = (float(np.mean(confidence)) if len(confidence) else 1.0) if sure is None else sure
+        tails = [ends[count] * sure ** np.arange(1, size - count) for count in kept]
+        reach = np.sort(np.concatenate([trunk, *tails]))[::-1]
+        return self._best_count(reach, len(confidence) + 1, len(kept) * size)[1]
+
+    def _best_count(self, reach: FloatArray, drafted: int, redrafted: int) -> tuple[int, float]:
+        """How many of the nodes, taken in this order, give the most tokens per second, and how many that are."""
+        spent = self._seconds("draft", drafted) + (self._seconds("redraft", redrafted) if redrafted else 0)
+        rates = np.cumsum(reach) / (spent + self._seconds("verify", np.arange(1, len(reach) + 1)))
+        best = int(np.argmax(rates))
+        return best + 1, float(rates[best])
+
+    def _seconds(self, stage: str, tokens: Any) -> Any:
+        return np.interp(tokens, *self._costs[stage])
+
+
+def _prefixes(confidence: FloatArray, size: int, count: int) -> list[int]:
+    kept = likeliest(boundary_posterior(confidence), count)
+    return [*kept, len(confidence)] if kept and size > len(confidence) + 1 else kept

@@ -1,0 +1,130 @@
+"""A drafter at work on a batch: its cache of injected features, and the features that wait to be injected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_trt.backends.base import Array, Session
+from dflash_trt.errors import BackendError
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one row of the batch asks a drafter to fill.
+
+    Attributes:
+        ids: i64 [Q], anchors and kept drafts, and mask tokens elsewhere.
+        offsets: i64 [Q], positions counted from the anchor's.
+        visibility: bool [Q, Q].
+    """
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    visibility: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], size: int, mask_token_id: int) -> Block:
+        """Candidates one below the other, each filled up with masks to `size` tokens; each sees only itself."""
+        ids = np.full((len(rows), size), mask_token_id, np.int64)
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = row
+        own = np.ones((size, size), np.bool_)
+        return cls(ids.reshape(-1), np.tile(np.arange(size), len(rows)), np.kron(np.eye(len(rows), dtype=np.bool_), own))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1."""
+
+    ids: np.ndarray
+    confidence: np.ndarray
+
+
+class Drafter:
+    """One drafter graph over the rows of a batch.
+
+    Invariant between steps: a row's cache and its pending features together cover all its committed tokens.
+
+    Args:
+        capacity: cache slots of each row.
+        mask_token_id: fills what is to be drafted.
+        full_size: tokens of a row's largest block; graphs of a fixed shape always take so many.
+    """
+
+    def __init__(self, session: Session, batch: int, capacity: int, mask_token_id: int, full_size: int) -> None:
+        self.mask_token_id = mask_token_id
+        self._session, self._full_size = session, full_size
+        self.cache = session.new_cache(batch, capacity)
+        self._injected = np.zeros(batch, np.int64)
+        self._pending: list[list[Array]] = [[] for _ in range(batch)]
+        self._nothing: Array = None  # an array like the pending ones, for rows without
+
+    def resize(self, capacity: int) -> None:
+        """Gives every row `capacity` slots."""
+        self.cache = self.cache.resized(capacity)
+
+    def pending(self, row: int) -> int:
+        """How many features of `row` wait."""
+        return sum(len(piece) for piece in self._pending[row])
+
+    def accept(self, row: int, features: Array) -> None:
+        """Takes features [n, T*H] of tokens just committed; the next pass injects them."""
+        self._pending[row].append(features)
+
+    def prefill(self, row: int, features: Array, size: int) -> None:
+        """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
+        start = int(self._injected[row])
+        inputs = {
+            "context_features": features,
+            "feature_len": np.array([size]),
+            "context_len": np.array([start]),
+            "block_ids": np.array([[self.mask_token_id]]),
+            "block_position_ids": np.array([[start + size]]),
+            "visibility": np.ones((1, 1, 1), np.bool_),
+        }
+        self._session.run(inputs, [], self.cache.row(row))
+        self._injected[row] += size
+        self._nothing = features[0, :1]
+
+    def draft(self, blocks: Mapping[int, Block]) -> dict[int, Draft]:
+        """Injects the pending features of the rows in `blocks` and fills their blocks, all in one pass.
+
+        Raises:
+            BackendError: a confidence that is not finite.
+        """
+        batch, size = len(self._pending), max(len(block.ids) for block in blocks.values())
+        if self._session.fixed_shapes:
+            size = self._full_size
+        ids = np.full((batch, size), self.mask_token_id, np.int64)
+        offsets, lengths = np.zeros((batch, size), np.int64), np.zeros(batch, np.int64)
+        visibility = np.repeat(np.eye(size, dtype=np.bool_)[None], batch, axis=0)
+        contexts = np.zeros(batch, np.int64)
+        for row, block in blocks.items():
+            own = len(block.ids)
+            ids[row, :own], offsets[row, :own], visibility[row, :own, :own] = block.ids, block.offsets, block.visibility
+            contexts[row], lengths[row] = self._injected[row], self.pending(row)
+        pieces = [self._pending[row] if row in blocks and self._pending[row] else [self._nothing] for row in range(batch)]
+        inputs = {
+            "context_features": self._session.stack(pieces, max(1, int(lengths.max()))),
+            "feature_len": lengths,
+            "context_len": contexts,
+            "block_ids": ids,
+            "block_position_ids": (contexts + lengths)[:, None] + offsets,
+            "visibility": visibility,
+        }
+        results = self._session.run(inputs, ["draft_ids", "confidence"], self.cache)
+        drafts = {}
+        for row, block in blocks.items():
+            self._injected[row] += lengths[row]
+            self._pending[row] = []
+            own = len(block.ids)
+            confidence = results["confidence"][row, :own].astype(np.float64)
+            if not np.isfinite(confidence).all():
+                raise BackendError(
+                    "a confidence is NaN or infinite", where="drafter graph", mend="Run `dflash-trt verify`"
+                )
+            drafts[row] = Draft(results["draft_ids"][row, :own], np.clip(confidence, 0, 1))
+        return drafts
