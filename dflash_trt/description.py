@@ -1,4 +1,4 @@
-"""What a path holds: a checkpoint, a graph or a bundle, as plain data."""
+"""What a path holds: a checkpoint, a graph, a bundle or a trace, as plain data."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from dflash_trt.errors import CheckpointError, UsageError
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Describes a checkpoint folder, an ONNX file or a bundle; "kind" says which.
+    """Describes a checkpoint folder, an ONNX file, a bundle or a trace; "kind" says which.
 
     Raises:
-        UsageError: none of the three. CheckpointError, BundleError: one of them, but damaged.
+        UsageError: none of the four, or a damaged graph or trace. CheckpointError, BundleError: one, but damaged.
     """
     if path.is_file() and path.suffix == ".onnx":
         return _graph(path)
+    if path.is_file() and path.suffix == ".json":
+        return _trace(path)
     if not path.is_dir():
         raise UsageError(
-            "is neither a folder nor an .onnx file",
+            "is neither a folder nor an .onnx or .json file",
             where=str(path),
-            mend="Give a checkpoint folder, a bundle or a graph",
+            mend="Give a checkpoint folder, a bundle, a graph or a trace",
         )
     if is_bundle(path):
         return _bundle(path)
@@ -64,6 +66,13 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "bytes": sum(entry.nbytes for entry in tensors.values()),
         "files": [file.name for file in tensors.files()],
     }
+
+
+def _trace(path: Path) -> dict[str, Any]:
+    from dflash_trt.evaluation.trace_file import read_trace
+    from dflash_trt.evaluation.trace_summary import summarize
+
+    return {"kind": "trace", "path": str(path), **summarize(read_trace(path)).to_dict()}
 
 
 def _graph(path: Path) -> dict[str, Any]:

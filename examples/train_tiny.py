@@ -83,7 +83,7 @@ DFLARE = dict(
     num_target_layers=TARGET["num_hidden_layers"],
     dflash_config=dict(mask_token_id=VOCAB - 1, target_layer_ids=[0, 1, 2, 3, 4]), **SIZES,
 )
-DFLARE_FIT = dict(steps=9000, lr=4e-3, warmup=200, cosine=10000, cooldown=1000, weight_decay=0.01, every=100)
+DFLARE_FIT = dict(steps=6000, lr=4e-3, warmup=200, cosine=10000, cooldown=1000, weight_decay=0.01, every=100)
 # Early positions matter most to begin with; later epochs look further into the block.
 DFLARE_GAMMA, DFLARE_GAMMA_STEP = 2.5, 0.5
 

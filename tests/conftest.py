@@ -71,6 +71,22 @@ def torch_bundle(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _build(pair, tmp_path_factory, backend="torch")
 
 
+@pytest.fixture(scope="session")
+def vp_drafter(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second random drafter for the pair's target, with a longer block than the first one's: 10."""
+    from makers import make_drafter
+
+    folder = tmp_path_factory.mktemp("vp") / "vp_drafter"
+    make_drafter(folder, pair.target, taps=[0, 2, 3], block_size=10, seed=2)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def d2sd_bundle(pair: Pair, vp_drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pair's ONNX Runtime bundle with a VP drafter and three branches."""
+    return _build(pair, tmp_path_factory, vp_drafter=vp_drafter, branches=3)
+
+
 def _build(pair: Pair, tmp_path_factory: pytest.TempPathFactory, **options: object) -> Path:
     import dflash_trt
 

@@ -12,7 +12,11 @@ from dflash_trt.config import BuildConfig
 from dflash_trt.errors import PairError, UsageError
 
 CONFIGS = sorted((Path(__file__).parents[1] / "build_configs").glob("*.yaml"))
-PARAMETERS = {"qwen3-4b-dflash-b16": 537_427_200, "qwen3-8b-dflash-b16": 1_048_626_432}
+PARAMETERS = {
+    "qwen3-4b-dflash-b16": 537_427_200,
+    "qwen3-8b-dflash-b16": 1_048_626_432,
+    "qwen3-4b-dflare-b16": 743_221_055,
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -24,7 +28,7 @@ def test_parses(path):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_describes_the_published_drafter(name):
-    """The expected fields make a drafter of the published size (papers: 537,427,200 and 1,048,626,432 parameters)."""
+    """The expected fields make a drafter of the published size."""
     path = Path(__file__).parents[1] / "build_configs" / f"{name}.yaml"
     config = BuildConfig.from_options(path, target=Path("t"), drafter=Path("d"), output=Path("b"))
     target, drafter = config.expect.target, config.expect.drafter
@@ -78,7 +82,8 @@ def test_a_checkpoint_the_configuration_was_not_written_for_is_refused(tmp_path)
         target=tmp_path / "t", drafter=tmp_path / "d", output=tmp_path / "b", expect={"drafter": {"taps": [2]}}
     )
     with pytest.raises(PairError, match=r"taps = \[1\].*\[2\]"):
-        config.check_expected(read_target(tmp_path / "t").spec, read_drafter(tmp_path / "d").spec)
+        specs = {"target": read_target(tmp_path / "t").spec, "drafter": read_drafter(tmp_path / "d").spec}
+        config.check_expected(specs)
 
 
 @pytest.mark.parametrize(

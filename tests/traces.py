@@ -123,6 +123,6 @@ def simulated_trace(
         )
         position += len(made[-1].emitted)
     trace = make_trace(made, block_size=block_size, vp_block_size=vp_block_size if branches else 0, branches=branches)
-    words = [str(random.choice(["the", " return", " of", "self", ".", " (", "\n    ", "_name", " implementation", ","]))
-             for _ in range(vocabulary)]  # fmt: skip
-    return trace.model_copy(update={"texts": dict(enumerate([*texts, *words[len(texts) :]], start=2)) | {ANCHOR: "def"}})
+    words = ["the", " return", " of", "self", ".", " (", "\n    ", "_name", " implementation", ","]
+    texts = [*texts, *random.choice(words, vocabulary - len(texts)).tolist()]
+    return trace.model_copy(update={"texts": {ANCHOR: "def", **dict(enumerate(texts, start=2))}})

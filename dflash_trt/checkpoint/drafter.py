@@ -196,13 +196,14 @@ def _read_drafter_windows(config: ConfigFile, num_layers: int) -> tuple[int, ...
 
 
 def _check_dflare(spec: DrafterSpec, config: ConfigFile) -> None:
-    """What DFlash may have and DFlare not."""
+    """DFlare fuses states of its own size, without biases."""
     if spec.target_hidden_size != spec.hidden_size:
         what = f"target_hidden_size is {spec.target_hidden_size}, but hidden_size is {spec.hidden_size}"
         mend = f"A DFlare drafter has no {FC} between the two: they must be equal"
         raise CheckpointError(what, where=str(config.path), mend=mend)
     if spec.qkv_bias:
-        # whether the projections for the context have biases too, no published checkpoint shows
+        # AngelSlim's model would have biases in the context's projections too, AngelSpec's none anywhere; no published
+        # checkpoint shows which
         raise config.error("attention_bias", "DFlare drafters with biases are not supported")
 
 

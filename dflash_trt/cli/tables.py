@@ -41,7 +41,10 @@ def print_report(report: VerifyReport) -> None:
 
 
 def print_description(description: dict[str, Any]) -> None:
-    """One row per field."""
+    """One row per field; of a trace its tables."""
+    if description["kind"] == "trace":
+        print_trace(description)
+        return
     table = Table(title=f"{description['kind']}: {description['path']}", title_justify="left", show_header=False)
     table.add_column("field")
     table.add_column("value", overflow="fold")
@@ -49,6 +52,76 @@ def print_description(description: dict[str, Any]) -> None:
         if name in ("kind", "path"):
             continue
         table.add_row(name, json.dumps(value) if isinstance(value, (dict, list)) else str(value))
+    _console().print(table)
+
+
+def print_trace(found: dict[str, Any]) -> None:
+    """A trace's means, then by position, by kept prefix and by rank of the branches, and the files of its pictures."""
+    table = Table(show_header=False)
+    table.add_column("field")
+    table.add_column("value", overflow="fold")
+    blocks = f"blocks of {found['block_size']}"
+    blocks += f", re-drafted {found['vp_block_size']}" if found["vp_block_size"] else ""
+    table.add_row("system", f"{found['system']}, K = {found['branches']}, {blocks}")
+    table.add_row("sampling", json.dumps(found["sampling"]))
+    table.add_row("tokens", f"{found['prompt_tokens']} of the prompt, {found['new_tokens']} new")
+    cut = f", {found['cut_steps']} cut by a stop token or the length limit" if found["cut_steps"] else ""
+    table.add_row("steps", f"{found['steps']}{cut}")
+    tau, trunk = (_fixed(found[name], 2) for name in ("mean_acceptance_length", "trunk_mean_acceptance_length"))
+    table.add_row("tau (tokens per step)", f"{tau}; with the trunk alone {trunk}")
+    verified, branches = (_fixed(found[name], 1) for name in ("verified_tokens_per_step", "branches_per_step"))
+    table.add_row("verified per step", f"{verified} tokens, {branches} branches")
+    if found["branches_per_step"]:
+        gain = f", {_fixed(found['mean_gain'], 2)} tokens each" if found["won_steps"] else ""
+        table.add_row("branches won", f"{found['won_steps']} of {found['steps']} steps{gain}")
+    for name, title in (("trunk_calibration", "first drafts"), ("redraft_calibration", "re-drafts")):
+        values = found[name]
+        if values["judged"]:
+            text = f"{_fixed(values['accepted'])} of {values['judged']} judged; calibration error "
+            table.add_row(f"{title} accepted", text + _fixed(values["error"]))
+    _print_whole(f"trace: {found['path']}")
+    _console().print(table)
+    _print_rows("position", found["positions"], {"steps": 0, "tree": 3, "trunk": 3, "predicted": 3})
+    columns = {"steps": 0, "predicted": 3, "broke": 3}
+    if found["branches_per_step"]:
+        columns |= {"drafted": 0, "drafted_predicted": 3, "drafted_broke": 3, "won": 0, "gain": 2}
+    whole = found["block_size"] - 1
+    prefixes = [{**row, "kept": "all" if row["kept"] == whole else row["kept"]} for row in found["kept_prefixes"]]
+    _print_rows("kept", prefixes, columns)
+    columns = {"drafted": 0, "predicted": 3, "broke": 3, "won": 0, "gain": 2, "mean_acceptance_length": 2}
+    _print_rows("rank", found["branch_ranks"], columns)
+    for file in found["figures"]:
+        _print_whole(file)
+
+
+def _print_whole(line: str) -> None:
+    """On one line, however long, so that a path in it can be copied."""
+    _console().print(line, soft_wrap=True, highlight=False)
+
+
+_TITLES = {
+    "position": "Share of steps whose path gets so far (predicted: the trunk, by its confidences)",
+    "kept": "Trunk right for so many drafts and no further: share of steps; branches for it",
+    "rank": "Branches by rank of r(i), and tau without those of later ranks",
+}
+_HEADS = {
+    "drafted": "branches",
+    "drafted_predicted": "their r",
+    "drafted_broke": "broke",
+    "mean_acceptance_length": "tau",
+}
+
+
+def _print_rows(key: str, rows: list[dict[str, Any]], columns: dict[str, int]) -> None:
+    """A table of numbers, each column with so many decimals; nothing without rows."""
+    if not rows:
+        return
+    table = Table()
+    for name in (key, *columns):
+        table.add_column(_HEADS.get(name, name), justify="right")
+    for row in rows:
+        table.add_row(str(row[key]), *(_fixed(row[name], decimals) for name, decimals in columns.items()))
+    _console().print(_TITLES[key])  # not as the table's title, which would be folded to its width
     _console().print(table)
 
 
@@ -68,6 +141,10 @@ def print_doctor(findings: dict[str, Any]) -> None:
 
 def _console() -> Console:
     return Console(soft_wrap=False, markup=False, emoji=False)  # a path may hold "[x]" or ":x:"
+
+
+def _fixed(value: float | None, decimals: int = 3) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"
 
 
 def _short(value: Any) -> str:

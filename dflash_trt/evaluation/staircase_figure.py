@@ -20,7 +20,7 @@ ACCEPTED, CUT, BONUS, REJECTED, UNREACHED, INK = "#0072B2", "#A6CEE3", "#E69F00"
 
 # All sizes in inches, which are the data units of the drawing.
 _COLUMN, _ROW, _BOX_WIDTH, _BOX_HEIGHT = 1.0, 0.56, 0.86, 0.25
-_MARGIN, _HEADER, _FOOTER = 0.3, 1.2, 0.5
+_MARGIN, _HEADER, _FOOTER, _LEAST_WIDTH = 0.3, 1.2, 0.75, 7.5
 _FONT, _SMALL = 8.0, 6.5  # points
 _GLYPH = 0.602 / 72  # width of a monospaced glyph per point of its size
 _LABEL = 12  # glyphs
@@ -42,7 +42,7 @@ def draw_staircase(trace: Trace, number: int, headline: str) -> Figure:
     width = 2 * _MARGIN + _COLUMN * (max(nodes.depths) + 1)
     width += max((len(text) for text, _ in labels.values()), default=0) * _GLYPH * _FONT + 0.1
     titles = [headline, _step_title(trace, number, view)]
-    width = max(width, 2 * _MARGIN + max(map(len, titles)) * _GLYPH * 10, 7.5)
+    width = max(width, 2 * _MARGIN + max(map(len, titles)) * _GLYPH * 10, _LEAST_WIDTH)
     height = _HEADER + _ROW * (max(nodes.rows) + 1) + _FOOTER
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((0, 0, 1, 1))
@@ -58,7 +58,7 @@ def draw_staircase(trace: Trace, number: int, headline: str) -> Figure:
         place = end + _BOX_WIDTH / 2 + 0.12, nodes.y_of_row(row)
         color, weight = (ACCEPTED, "bold") if is_winner else (INK, "normal")
         axes.text(*place, text, fontsize=_FONT, va="center", fontfamily=MONOSPACE, color=color, fontweight=weight)
-    _draw_legend(figure, view)
+    _draw_legend(axes, view, height)
     return figure
 
 
@@ -170,12 +170,17 @@ def _row_labels(view: StepView, rows: Sequence[int]) -> dict[int, tuple[str, boo
     trunk = view.nodes(view.step.draft)
     if view.step.draft:
         left_out = len(view.step.draft) - len(trunk)
-        labels[0] = ("trunk" + (f", {left_out} more not verified" if left_out else ""), False)
+        extended = any(branch.kept == len(view.step.draft) for branch in view.step.branches)
+        text = f"trunk to {len(trunk)}" if extended else "trunk"
+        labels[0] = (text + (f", {left_out} more not verified" if left_out else ""), False)
     for branch in sorted(view.step.branches, key=lambda branch: -branch.probability):
         nodes = view.nodes(view.row(branch))
         row = rows[nodes[-1]] if nodes else 0
-        extends = branch.kept == len(view.step.draft)
-        text = f"{'extension' if extends else f'keeps {branch.kept}'}, r = {branch.probability:.3f}"
+        text = "extension" if branch.kept == len(view.step.draft) else f"keeps {branch.kept}"
+        same = sum(node in trunk for node in nodes)
+        if same > branch.kept:
+            text += f" (same to {same})"
+        text += f", r = {branch.probability:.3f}"
         if len(nodes) <= branch.kept:
             text += " (not verified)"
         before, won = labels.get(row, ("", False))
@@ -184,13 +189,18 @@ def _row_labels(view: StepView, rows: Sequence[int]) -> dict[int, tuple[str, boo
 
 
 def _step_title(trace: Trace, number: int, view: StepView) -> str:
-    drafts, verified = len(view.step.draft), len(view.tree)
+    drafts, branches = _counted(len(view.step.draft), "draft"), _counted(len(view.step.branches), "branch")
     chain = f", the trunk alone {view.yielded([])}" if view.step.branches else ""
     cut = ", cut short by a stop token or the length limit" if view.cut else ""
     return (
-        f"Step {number} of {len(trace.steps)}: {drafts} drafts, {len(view.step.branches)} branches, "
-        f"{verified} tokens verified, {len(view.step.emitted)} put out{chain}{cut}"
+        f"Step {number} of {len(trace.steps)}: {drafts}, {branches}, {_counted(len(view.tree), 'token')} verified, "
+        f"{len(view.step.emitted)} put out{chain}{cut}"
     )
+
+
+def _counted(count: int, name: str) -> str:
+    ending = "" if count == 1 else "es" if name.endswith("ch") else "s"
+    return f"{count} {name}{ending}"
 
 
 def _draw_positions(axes: Axes, view: StepView, deepest: int) -> None:
@@ -230,10 +240,11 @@ def _draw_nodes(axes: Axes, view: StepView, nodes: _Nodes, texts: Mapping[int, s
             facecolor=face, edgecolor=edge, linewidth=1.2, linestyle="--" if dashed else "-", zorder=2,
         )  # fmt: skip
         axes.add_patch(box)
-        size = min(_FONT, (_BOX_WIDTH - 0.06) / (_GLYPH * max(1, len(label))))
+        size = min(_FONT, (_BOX_WIDTH - 0.12) / (_GLYPH * max(1, len(label))))
         axes.text(
-            x, y, label, color=ink, fontsize=size, fontfamily=MONOSPACE, ha="center", va="center_baseline", zorder=3
-        )
+            x, y, label, color=ink, fontsize=size, fontfamily=MONOSPACE, ha="center", va="center_baseline", zorder=3,
+            parse_math=False,  # a token may be "$x$"
+        )  # fmt: skip
         if node in confidence:
             place = x + _BOX_WIDTH / 2, y - _BOX_HEIGHT / 2 - 0.015
             axes.text(*place, f"{confidence[node]:.2f}", fontsize=_SMALL, color=INK, ha="right", va="bottom", zorder=3)
@@ -263,7 +274,7 @@ def _style(view: StepView, nodes: _Nodes, node: int) -> tuple[str, str, str, boo
     return "white", UNREACHED, INK, True
 
 
-def _draw_legend(figure: Figure, view: StepView) -> None:
+def _draw_legend(axes: Axes, view: StepView, height: float) -> None:
     entries = [
         Patch(facecolor=ACCEPTED, edgecolor=ACCEPTED, label="accepted"),
         Patch(facecolor="white", edgecolor=REJECTED, label="rejected by the target"),
@@ -273,5 +284,11 @@ def _draw_legend(figure: Figure, view: StepView) -> None:
         entries.append(Patch(facecolor=CUT, edgecolor=ACCEPTED, label="accepted, then cut off"))
     else:
         entries.append(Patch(facecolor=BONUS, edgecolor=BONUS, label="bonus token"))
-    entries.append(Patch(facecolor="none", edgecolor="none", label="above a node: the drafter's confidence"))
-    figure.legend(handles=entries, loc="lower left", ncols=len(entries), frameon=False, fontsize=_FONT, borderpad=0.6)
+    axes.legend(
+        handles=entries, ncols=len(entries), frameon=False, fontsize=_FONT, borderpad=0,
+        loc="center left", bbox_to_anchor=(_MARGIN, height - 0.5), bbox_transform=axes.transData,
+    )  # fmt: skip
+    text = "Above a node: the drafter's confidence."
+    if view.step.branches:
+        text += " r: the probability that the trunk is right for what the branch keeps and no further."
+    axes.text(_MARGIN, height - 0.25, text, fontsize=_FONT, color=INK, va="center")

@@ -20,7 +20,6 @@ DPI = 150
 _MOST_PIXELS = 2**15  # of a side; the renderer cannot draw 2**16
 _STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
-    "text.parse_math": False,  # a token may be "$x$"
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -33,27 +32,24 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def write_figures(trace: Trace, stem: Path, step: int | None = None) -> list[Path]:
+def write_figures(trace: Trace, stem: Path, step: int) -> list[Path]:
     """Writes `<stem>.staircase.png`, `<stem>.acceptance.png` and `<stem>.calibration.png`.
 
     Args:
-        trace: a sound trace; of one without steps nothing is drawn.
+        trace: a sound trace.
         stem: path of the pictures without what tells them apart; its folder exists.
-        step: the one to draw, from 1 on; None for the most telling one.
+        step: the one to draw, from 1 on (see `choose_step`).
 
     Returns:
         The files.
 
     Raises:
-        UsageError: the trace has no such step. OSError: a file cannot be written.
+        OSError: a file cannot be written.
     """
-    number = choose_step(trace, step)
-    if number is None:
-        return []
     summary = summarize(trace)
     headline = _headline(summary)
     pictures: dict[str, Callable[[], Figure]] = {
-        "staircase": lambda: draw_staircase(trace, number, headline),
+        "staircase": lambda: draw_staircase(trace, step, headline),
         "acceptance": lambda: draw_acceptance(summary),
         "calibration": lambda: draw_calibration(summary),
     }
@@ -98,11 +94,12 @@ def draw_acceptance(summary: TraceSummary) -> Figure:
     if not only_trunk:
         axes.plot(x, [p.tree for p in positions], "o-", color=ACCEPTED, label="the whole tree", zorder=3)
     label = "the trunk (all there is)" if only_trunk else "the trunk alone"
-    axes.plot(x, [p.trunk for p in positions], "s-", color=REJECTED, label=label, zorder=2.5)
-    axes.plot(x, [p.predicted for p in positions], "k--", label="the trunk, by its confidences", zorder=2.6)
+    trunk = [place for place in positions if place.position < summary.block_size]
+    axes.plot(x[: len(trunk)], [p.trunk for p in trunk], "s-", color=REJECTED, label=label, zorder=2.5)
+    axes.plot(x[: len(trunk)], [p.predicted for p in trunk], "k--", label="the trunk, by its confidences", zorder=2.6)
     axes.set_xticks(x, [f"{place.position}\n{place.steps}" for place in positions])
     axes.set_xlim(0.5, x[-1] + 0.5)
-    axes.legend(loc="upper right")
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -123,12 +120,15 @@ def draw_calibration(summary: TraceSummary) -> Figure:
     if not series:
         lower.set_yticks([])
         return _nothing(figure, upper)
-    upper.plot([0, 1], [0, 1], "--", color=UNREACHED, label="as confident as right")
+    upper.plot([0, 1], [0, 1], "--", color=UNREACHED, label="as often right as confident")
     for number, (name, found, color, marker) in enumerate(series):
         x = [part.confidence for part in found.bins]
-        upper.plot(x, [part.accepted for part in found.bins], marker=marker, color=color, label=name, clip_on=False)
+        y = [part.accepted for part in found.bins]
+        sizes = [20 + 130 * (part.count / found.judged) ** 0.5 for part in found.bins]
+        upper.plot(x, y, color=color, alpha=0.35, linewidth=1)
+        upper.scatter(x, y, sizes, color=color, marker=marker, label=name, clip_on=False, zorder=3)
         _bars(lower, found, number, len(series), color)
-    upper.legend(loc="upper left")
+    upper.legend(loc="lower right", markerscale=0.8)
     return figure
 
 

@@ -64,7 +64,7 @@ class FixedBranches:
         self._count = count
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        return _prefixes(confidence, size, self._count)
+        return _prefixes(boundary_posterior(confidence), size, self._count)
 
     def prune(
         self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
@@ -94,8 +94,13 @@ class AdaptiveBranches:
         self._redraft_confidence: float | None = None
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        options = [_prefixes(confidence, size, count) for count in range(min(self._most, len(confidence)) + 1)]
-        return max(options, key=lambda kept: self._expected_rate(confidence, size, kept))
+        posterior = boundary_posterior(confidence)
+        trunk = np.cumprod([1.0, *confidence])
+        ends = np.append(posterior, trunk[-1])
+        sure = self._redraft_confidence
+        sure = (float(np.mean(confidence)) if len(confidence) else 1.0) if sure is None else sure
+        options = [_prefixes(posterior, size, count) for count in range(min(self._most, len(confidence)) + 1)]
+        return max(options, key=lambda kept: self._expected_rate(trunk, ends, sure, size, kept))
 
     def prune(
         self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
@@ -109,15 +114,17 @@ class AdaptiveBranches:
         count, _ = self._best_count(reach[order], len(confidence) + 1, redrafted)
         return tree.subtree(sorted(order[:count].tolist()))
 
-    def _expected_rate(self, confidence: FloatArray, size: int, kept: Sequence[int]) -> float:
-        """Tokens per second expected with branches that keep so many drafts."""
-        trunk = np.cumprod([1.0, *confidence])
-        ends = np.append(boundary_posterior(confidence), trunk[-1])
-        sure = self._redraft_confidence
-        sure = (float(np.mean(confidence)) if len(confidence) else 1.0) if sure is None else sure
+    def _expected_rate(self, trunk: FloatArray, ends: FloatArray, sure: float, size: int, kept: Sequence[int]) -> float:
+        """Tokens per second expected with branches that keep so many drafts.
+
+        Args:
+            trunk: f64 [n + 1], the chance that the walk comes to each node of the trunk.
+            ends: f64 [n + 1], that it ends there.
+            sure: of the tokens of the tails.
+        """
         tails = [ends[count] * sure ** np.arange(1, size - count) for count in kept]
         reach = np.sort(np.concatenate([trunk, *tails]))[::-1]
-        return self._best_count(reach, len(confidence) + 1, len(kept) * size)[1]
+        return self._best_count(reach, len(trunk), len(kept) * size)[1]
 
     def _best_count(self, reach: FloatArray, drafted: int, redrafted: int) -> tuple[int, float]:
         """How many of the nodes, taken in this order, give the most tokens per second, and how many that are."""
@@ -130,6 +137,6 @@ class AdaptiveBranches:
         return np.interp(tokens, *self._costs[stage])
 
 
-def _prefixes(confidence: FloatArray, size: int, count: int) -> list[int]:
-    kept = likeliest(boundary_posterior(confidence), count)
-    return [*kept, len(confidence)] if kept and size > len(confidence) + 1 else kept
+def _prefixes(posterior: FloatArray, size: int, count: int) -> list[int]:
+    kept = likeliest(posterior, count)
+    return [*kept, len(posterior)] if kept and size > len(posterior) + 1 else kept

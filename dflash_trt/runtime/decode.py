@@ -18,7 +18,7 @@ from dflash_trt.runtime.drafter import Drafter
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.proposer import Proposal, Proposer
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.statistics import timed_pass
+from dflash_trt.runtime.statistics import host_time, timed_pass
 from dflash_trt.runtime.tree import CandidateTree
 
 
@@ -102,6 +102,10 @@ class DecodeBatch:
     def step(self) -> None:
         """One proposal, one verification, one acceptance for every active row."""
         sequences = {row: self.sequences[row] for row in self.active}
+        with host_time([sequence.statistics for sequence in sequences.values()]):
+            self._step(sequences)
+
+    def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
         if self._proposer is None:
             proposals = {row: Proposal.anchor(sequence.anchor) for row, sequence in sequences.items()}
@@ -162,9 +166,8 @@ class DecodeBatch:
         for row, proposal in proposals.items():
             sequence = self.sequences[row]
             sequence.statistics.target_passes += 1
-            with sequence.statistics.timed("host"):
-                acceptance = walk(proposal.tree, self._chooser(row, proposal.tree, outputs))
-                self._commit(row, proposal, acceptance, outputs.get("context_features"))
+            acceptance = walk(proposal.tree, self._chooser(row, proposal.tree, outputs))
+            self._commit(row, proposal, acceptance, outputs.get("context_features"))
 
     def _chooser(self, row: int, tree: CandidateTree, outputs: dict[str, Array]) -> Choose:
         sequence = self.sequences[row]

@@ -112,3 +112,14 @@ def timed_pass(stage: Stage, sharing: Collection[GenerationStatistics]) -> Itera
     share = (time.perf_counter() - started) / len(sharing)
     for statistics in sharing:
         statistics.seconds[stage] += share
+
+
+@contextmanager
+def host_time(sharing: Collection[GenerationStatistics]) -> Iterator[None]:
+    """Count as "host" what the `with` body takes besides its passes; the sequences that share it share its time."""
+    started = time.perf_counter()
+    before = sum(sum(statistics.seconds.values()) for statistics in sharing)
+    yield
+    passes = sum(sum(statistics.seconds.values()) for statistics in sharing) - before
+    for statistics in sharing:
+        statistics.seconds["host"] += (time.perf_counter() - started - passes) / len(sharing)

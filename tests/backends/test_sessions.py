@@ -274,11 +274,12 @@ def test_torch_takes_numpy_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_stack_cuts_and_pads(backend: str) -> None:
+def test_stack_joins_pieces_cuts_and_pads(backend: str) -> None:
     opened = session(backend)
     rng = np.random.default_rng(0)
     given = [rng.standard_normal((size, 6)).astype(np.float32) for size in (1, 3, 5)]
-    features = [torch.from_numpy(array) for array in given] if backend == "torch" else given
+    whole = [torch.from_numpy(array) for array in given] if backend == "torch" else given
+    features = [[array[:1], array[1:2], array[2:]] for array in whole]
     stacked = np.asarray(opened.stack(features, 3))
     assert stacked.shape == (3, 3, 6)
     for row, array in zip(stacked, given, strict=True):

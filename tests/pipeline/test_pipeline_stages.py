@@ -127,7 +127,7 @@ def test_a_yaml_file_gives_the_options_and_the_line_wins(pair, tmp_path, run_cli
     assert "from_yaml" in "".join(out.split())
     section = json.loads((tmp_path / "from_yaml" / "config.json").read_text())["dflash_trt"]
     limits = {"max_batch_size": 3, "max_seq_len": 48, "max_input_len": 47, "block_size": 8, "prefill_chunk": 5}
-    assert section["limits"] == limits
+    assert section["limits"] == limits | {"vp_block_size": 0, "branches": 0}
 
 
 def test_options_and_python_arguments_are_the_same_fields():

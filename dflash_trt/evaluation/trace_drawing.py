@@ -1,0 +1,41 @@
+"""From a trace's file to its pictures: what `inspect` does where matplotlib may be missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dflash_trt.errors import UsageError
+from dflash_trt.evaluation.trace_file import read_trace
+
+
+def draw_trace(path: Path, output: Path | None = None, step: int | None = None) -> list[Path]:
+    """Draws a trace's three pictures (see `trace_figures.write_figures`).
+
+    Args:
+        path: the trace; the pictures are named after it.
+        output: their folder, made if it is missing; by default the trace's.
+        step: the step to draw, from 1 on; by default the most telling one.
+
+    Returns:
+        The files; none for a trace without steps.
+
+    Raises:
+        UsageError: matplotlib is not installed, a damaged trace, no such step, or `output` is no folder.
+        OSError: a picture cannot be written.
+    """
+    try:
+        from dflash_trt.evaluation.trace_figures import choose_step, write_figures
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        what = "is needed to draw a trace and is not installed"
+        raise UsageError(what, where="matplotlib", mend="Install it: pip install matplotlib") from error
+    trace = read_trace(path)
+    number = choose_step(trace, step)
+    if number is None:
+        return []
+    folder = path.parent if output is None else output
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("is not a folder", where=f"--output {folder}", mend="Give a folder for the pictures")
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_figures(trace, folder / path.stem, number)
