@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 demo: $(INSTALLED)
-	test -f $(BUNDLE)/config.json || $(BIN)/dflash-trt build --config build_configs/tiny.yaml --output $(BUNDLE)
+	test -f $(BUNDLE)/config.json || $(BIN)/dflash-trt build --config build_configs/tiny-d2sd.yaml --output $(BUNDLE)
 	$(BIN)/python examples/demo.py $(BUNDLE)
 
 lint: $(INSTALLED)

@@ -22,7 +22,7 @@ from dflash_trt.runtime.trace import Branches
 
 @dataclass
 class Measured:
-    """One row of the table; `speedup` is the median over the prompts, each run with and without speculation in turns."""
+    """One row of the table; `speedup` is the median over the prompts, each with and without speculation in turns."""
 
     system: str
     branches: Branches

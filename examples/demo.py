@@ -21,13 +21,22 @@ PROMPTS: tuple[tuple[str, dict], ...] = (
     ('def read_config(path):\n    """Read a configuration file."""\n', {}),
     ("class Stack:\n    def __init__(self):\n        self.items = []\n", {"temperature": 0.5, "seed": 1}),
 )
+COLUMNS = ("prompt", "drafting", "tokens", "steps", "acceptance\nlength", "acceptance\nrate", "speedup", "identical")
 
 
-def timed(engine: Engine, prompt: str, speculation: bool, **sampling: Any) -> tuple[Generation, float]:
+def timed(engine: Engine, prompt: str, **options: Any) -> tuple[Generation, float]:
     """A generation and its seconds."""
     started = time.perf_counter()
-    generation = engine.generate(prompt, speculation=speculation, **sampling)
+    generation = engine.generate(prompt, **options)
     return generation, time.perf_counter() - started
+
+
+def draftings(engine: Engine) -> dict[str, dict[str, Any]]:
+    """The ways the bundle can draft: by name, the options of `generate`."""
+    if engine.vp_drafter is None:
+        return {engine.system: {}}
+    built = engine.limits.branches
+    return {"chain": {"branches": 0}, f"{built} branches": {"branches": built}}
 
 
 def _figure(value: float | None) -> str:
@@ -42,25 +51,28 @@ def main(bundle: Path, max_tokens: int) -> None:
     """Generate from a few prompts with BUNDLE."""
     console = Console()
     engine = dflash_trt.load(bundle)
-    engine.generate("import", max_tokens=8)  # the first pass of a session allocates
-    table = Table(title="speculation against token by token, same output", title_justify="left")
-    for name in ("prompt", "tokens", "steps", "acceptance length", "acceptance rate", "speedup", "identical"):
-        table.add_column(name, justify="left" if name == "prompt" else "right")
+    for options in draftings(engine).values():
+        engine.generate("import", max_tokens=8, **options)  # the first pass of a session allocates
+    table = Table(title="speculation against token by token", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in COLUMNS[:2] else "right")
     for number, (prompt, sampling) in enumerate(PROMPTS, start=1):
         sampling = sampling | {"max_tokens": max_tokens}
-        drafted, seconds = timed(engine, prompt, speculation=True, **sampling)
         plain, plain_seconds = timed(engine, prompt, speculation=False, **sampling)
-        console.print(Panel(Text.assemble((prompt, "dim"), drafted.text), title=f"prompt {number}"))
-        statistics = drafted.statistics
-        table.add_row(
-            f"{number} ({'sampled' if 'seed' in sampling else 'greedy'})",
-            str(len(drafted.token_ids)),
-            str(statistics.steps),
-            _figure(statistics.mean_acceptance_length),
-            _figure(statistics.acceptance_rate),
-            f"{plain_seconds / seconds:.2f}x",
-            "yes" if drafted.token_ids == plain.token_ids else "NO",
-        )
+        console.print(Panel(Text.assemble((prompt, "dim"), plain.text), title=f"prompt {number}"))
+        for name, options in draftings(engine).items():
+            drafted, seconds = timed(engine, prompt, **options, **sampling)
+            statistics = drafted.statistics
+            table.add_row(
+                f"{number}, {'sampled' if 'seed' in sampling else 'greedy'}",
+                name,
+                str(len(drafted.token_ids)),
+                str(statistics.steps),
+                _figure(statistics.mean_acceptance_length),
+                _figure(statistics.acceptance_rate),
+                f"{plain_seconds / seconds:.2f}x",
+                "yes" if drafted.token_ids == plain.token_ids else "NO",
+            )
     console.print(table)
 
 

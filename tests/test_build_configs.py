@@ -81,8 +81,8 @@ def test_a_checkpoint_the_configuration_was_not_written_for_is_refused(tmp_path)
     config = BuildConfig.from_options(
         target=tmp_path / "t", drafter=tmp_path / "d", output=tmp_path / "b", expect={"drafter": {"taps": [2]}}
     )
+    specs = {"target": read_target(tmp_path / "t").spec, "drafter": read_drafter(tmp_path / "d").spec}
     with pytest.raises(PairError, match=r"taps = \[1\].*\[2\]"):
-        specs = {"target": read_target(tmp_path / "t").spec, "drafter": read_drafter(tmp_path / "d").spec}
         config.check_expected(specs)
 
 

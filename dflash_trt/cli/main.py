@@ -20,7 +20,7 @@ from dflash_trt.errors import DflashError
 COMMANDS = {
     "build": "Compile a target and a drafter into a bundle.",
     "run": "Generate text with a bundle.",
-    "inspect": "Show what a checkpoint, a graph or a bundle is.",
+    "inspect": "Show what a checkpoint, a graph or a bundle is; draw a trace.",
     "verify": "Check a bundle's numbers, losslessness and acceptance.",
     "doctor": "Show what this machine can build and run.",
 }

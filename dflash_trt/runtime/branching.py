@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class AdaptiveBranches:
 
     def __init__(self, most: int, costs: PassCosts) -> None:
         self._most = most
-        self._costs = {name: np.array(getattr(costs, name)).T for name in type(costs).model_fields}
+        self._draft, self._redraft, self._verify = map(_by_tokens, (costs.draft, costs.redraft, costs.verify))
         self._redraft_confidence: float | None = None
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
@@ -112,6 +112,8 @@ class AdaptiveBranches:
         redrafted = sum(1 + branch.kept + len(branch.tokens) for branch in branches)
         order = np.argsort(-reach, kind="stable")  # a node is never before its parent: those come first among equals
         count, _ = self._best_count(reach[order], len(confidence) + 1, redrafted)
+        if count == len(tree):
+            return tree
         return tree.subtree(sorted(order[:count].tolist()))
 
     def _expected_rate(self, trunk: FloatArray, ends: FloatArray, sure: float, size: int, kept: Sequence[int]) -> float:
@@ -123,18 +125,24 @@ class AdaptiveBranches:
             sure: of the tokens of the tails.
         """
         tails = [ends[count] * sure ** np.arange(1, size - count) for count in kept]
-        reach = np.sort(np.concatenate([trunk, *tails]))[::-1]
+        reach = np.concatenate([trunk, *tails])
+        reach[::-1].sort()
         return self._best_count(reach, len(trunk), len(kept) * size)[1]
 
     def _best_count(self, reach: FloatArray, drafted: int, redrafted: int) -> tuple[int, float]:
         """How many of the nodes, taken in this order, give the most tokens per second, and how many that are."""
-        spent = self._seconds("draft", drafted) + (self._seconds("redraft", redrafted) if redrafted else 0)
-        rates = np.cumsum(reach) / (spent + self._seconds("verify", np.arange(1, len(reach) + 1)))
-        best = int(np.argmax(rates))
+        spent = self._draft[drafted] + self._redraft[redrafted]
+        rates = reach.cumsum() / (spent + self._verify[1 : len(reach) + 1])
+        best = int(rates.argmax())
         return best + 1, float(rates[best])
 
-    def _seconds(self, stage: str, tokens: Any) -> Any:
-        return np.interp(tokens, *self._costs[stage])
+
+def _by_tokens(points: Sequence[tuple[int, float]]) -> FloatArray:
+    """Seconds of a pass of 0, 1, 2, ... tokens, up to the most measured; of none 0."""
+    if not points:
+        return np.zeros(1)
+    tokens, seconds = zip(*points, strict=True)
+    return np.concatenate(([0.0], np.interp(np.arange(1, tokens[-1] + 1), tokens, seconds)))
 
 
 def _prefixes(posterior: FloatArray, size: int, count: int) -> list[int]:

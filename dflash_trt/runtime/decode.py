@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_trt.backends.base import Array, Cache, Session
+from dflash_trt.backends.base import Array, Session
 from dflash_trt.errors import BackendError, RequestError
 from dflash_trt.runtime.acceptance import Acceptance, Choose, walk
 from dflash_trt.runtime.branching import BranchPolicy

@@ -31,8 +31,8 @@ class Block:
         ids = np.full((len(rows), size), mask_token_id, np.int64)
         for number, row in enumerate(rows):
             ids[number, : len(row)] = row
-        own = np.ones((size, size), np.bool_)
-        return cls(ids.reshape(-1), np.tile(np.arange(size), len(rows)), np.kron(np.eye(len(rows), dtype=np.bool_), own))
+        owner = np.arange(len(rows)).repeat(size)
+        return cls(ids.reshape(-1), np.tile(np.arange(size), len(rows)), owner[:, None] == owner)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Drafter:
             own = len(block.ids)
             ids[row, :own], offsets[row, :own], visibility[row, :own, :own] = block.ids, block.offsets, block.visibility
             contexts[row], lengths[row] = self._injected[row], self.pending(row)
-        pieces = [self._pending[row] if row in blocks and self._pending[row] else [self._nothing] for row in range(batch)]
+        pieces = [(self._pending[row] if row in blocks else []) or [self._nothing] for row in range(batch)]
         inputs = {
             "context_features": self._session.stack(pieces, max(1, int(lengths.max()))),
             "feature_len": lengths,

@@ -158,7 +158,7 @@ class Engine:
             if self.costs is None:
                 mend = "Build it without --no-verify, or give a number"
                 raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
-        elif not isinstance(branches, int) or not 0 <= branches <= built:
+        elif type(branches) is not int or not 0 <= branches <= built:
             what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
             raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
         return branches

@@ -40,8 +40,13 @@ class Proposal:
             draft=tuple(self.draft),
             confidence=tuple(self.confidence),
             branches=tuple(
-                BranchTrace(kept=b.kept, probability=b.probability, tokens=tuple(b.tokens), confidence=tuple(b.confidence))
-                for b in self.branches
+                BranchTrace(
+                    kept=branch.kept,
+                    probability=branch.probability,
+                    tokens=tuple(branch.tokens),
+                    confidence=tuple(branch.confidence),
+                )
+                for branch in self.branches
             ),
             tokens=tuple(tree.tokens.tolist()),
             parents=tuple(tree.parents.tolist()),

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from dflash_trt.checkpoint.spec import Frozen
 
-
 System = Literal["dflash", "dflare", "d2sd"]
 Branches = int | Literal["auto"]
 

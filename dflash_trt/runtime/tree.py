@@ -117,7 +117,7 @@ class CandidateTree:
         return self._edges.get((node, token))
 
     def subtree(self, nodes: Sequence[int]) -> CandidateTree:
-        """The tree of some nodes, ascending, the parent of each among them. Raises UsageError as the constructor does."""
+        """The tree of some nodes, ascending, with the parent of each. Raises UsageError as the constructor does."""
         place = {node: number for number, node in enumerate(nodes)}
         parents = [-1 if node == 0 else place.get(int(self.parents[node]), -1) for node in nodes]
         chosen = np.asarray(nodes, np.int64)
@@ -146,7 +146,9 @@ class CandidateTree:
                 where="CandidateTree",
                 mend="draft fewer tokens or branches, or build the bundle with a larger tree",
             )
+        own = len(self)
         visible = np.eye(size, dtype=np.bool_)
-        visible[: len(self), : len(self)] = self.visibility()
-        tokens = np.pad(self.tokens, (0, missing), constant_values=self.tokens[0])
-        return PaddedTree(tokens, visible, np.pad(self.depths, (0, missing)))
+        visible[:own, :own] = self.visibility()
+        tokens, depths = np.full(size, self.tokens[0]), np.zeros(size, np.int64)
+        tokens[:own], depths[:own] = self.tokens, self.depths
+        return PaddedTree(tokens, visible, depths)

@@ -38,7 +38,7 @@ class Hinted:
     """A drafter session whose drafts are `hinted`, candidate by candidate.
 
     Args:
-        rights: for each row of the batch the sequence the target chooses, prompt included.
+        rights: for each row of a batch the sequence the target chooses, prompt included; a smaller batch has the first.
         confidences: values to put in place of the drafter's confidences, again by a hash; none to leave them.
     """
 
@@ -61,8 +61,8 @@ class Hinted:
         if "draft_ids" not in results:
             return results
         ids, confidence = results["draft_ids"].copy(), results["confidence"].copy()
-        for row, right in enumerate(self._rights):
-            block, positions = inputs["block_ids"][row], inputs["block_position_ids"][row]
+        rows = zip(self._rights, inputs["block_ids"], inputs["block_position_ids"], strict=False)
+        for row, (right, block, positions) in enumerate(rows):
             anchor = int(positions[0])
             starts = np.flatnonzero(positions == anchor).tolist()
             for start, end in zip(starts, [*starts[1:], len(block)], strict=True):

@@ -19,15 +19,18 @@ from dflash_trt.runtime.tree import CandidateTree
 
 PAPER = np.array([0.95, 0.84, 0.62, 0.70, 0.42])
 CONFIDENCE = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))
-FREE = ((1, 0.0),)
-
-
-def costs(draft: Any = ((1, 1.0),), redraft: Any = ((1, 1.0),), verify: Any = ((1, 1.0),)) -> PassCosts:
-    return PassCosts(draft=draft, redraft=redraft, verify=verify)
+LARGEST = 100  # tokens of a pass the tables know
 
 
 def per_token(fixed: float, token: float) -> tuple[tuple[int, float], ...]:
-    return ((1, fixed + token), (1001, fixed + 1001 * token))
+    return ((1, fixed + token), (LARGEST, fixed + LARGEST * token))
+
+
+FREE, FLAT = per_token(0, 0), per_token(1, 0)
+
+
+def costs(draft: Any = FLAT, redraft: Any = FLAT, verify: Any = FLAT) -> PassCosts:
+    return PassCosts(draft=draft, redraft=redraft, verify=verify)
 
 
 class Keeping:
@@ -148,7 +151,7 @@ def test_no_other_part_of_the_tree_yields_more_per_second(
 ) -> None:
     """Against every subtree there is: the sum of its reach over what draft and verification cost."""
     tree, reach = grown
-    policy = AdaptiveBranches(4, costs(draft=((1, draft),), verify=per_token(fixed, token)))
+    policy = AdaptiveBranches(4, costs(draft=per_token(draft, 0), verify=per_token(fixed, token)))
     kept = [int(node) for node in pruned(policy, tree, reach).tokens]  # a token is its node's number here
     assert tuple(kept) in closed_subtrees(tree)
 
@@ -184,8 +187,8 @@ def test_a_parent_is_never_cut_before_its_child() -> None:
     """A confidence of exactly 1 gives both the same reach."""
     tree = CandidateTree.from_parents(range(6), [-1, 0, 1, 2, 0, 4])
     for size in range(1, 7):
-        jump = ((1, 1.0), (size, 1.0), (size + 1, 100.0)) if size > 1 else ((1, 1.0), (2, 100.0))
-        part = pruned(AdaptiveBranches(4, costs(verify=jump)), tree, np.ones(6))
+        steep = tuple((tokens, 1.0 if tokens <= size else 100.0) for tokens in range(1, 8))
+        part = pruned(AdaptiveBranches(4, costs(verify=steep)), tree, np.ones(6))
         assert part.tokens.tolist() == list(range(size))
 
 
@@ -252,9 +255,9 @@ def test_as_many_as_there_are_where_passes_cost_the_same_whatever_their_width() 
 @pytest.mark.parametrize(
     "table",
     [
-        costs(redraft=((1, 50.0),)),
+        costs(redraft=per_token(50.0, 0.0)),
         costs(redraft=per_token(0.0, 2.0)),
-        costs(redraft=((1, 0.1),), verify=per_token(0.0, 1.0)),
+        costs(redraft=per_token(0.1, 0.0), verify=per_token(0.0, 1.0)),
     ],
     ids=["a dear re-draft", "dear re-drafted tokens", "dear verified tokens"],
 )
@@ -270,7 +273,7 @@ def test_none_of_nothing_drafted() -> None:
 
 def test_re_drafts_that_were_unsure_are_asked_for_less() -> None:
     """What past steps re-drafted stands in for the confidences that are not known yet."""
-    policy = AdaptiveBranches(4, costs(redraft=((1, 0.2),)))
+    policy = AdaptiveBranches(4, costs(redraft=per_token(0.2, 0.0)))
     tree, reach = CandidateTree.chain([1]), np.ones(1)
 
     def redrafted(confidence: float) -> None:
@@ -285,7 +288,7 @@ def test_re_drafts_that_were_unsure_are_asked_for_less() -> None:
 
 
 def test_steps_without_re_drafts_leave_the_memory_alone() -> None:
-    policy = AdaptiveBranches(4, costs(redraft=((1, 0.2),)))
+    policy = AdaptiveBranches(4, costs(redraft=per_token(0.2, 0.0)))
     before = policy.choose(PAPER, 6)
     for _ in range(30):
         policy.prune(CandidateTree.chain([1]), np.ones(1), np.full(5, 0.01), [])

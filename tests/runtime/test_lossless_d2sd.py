@@ -209,7 +209,7 @@ PRICES = st.tuples(st.floats(0.2, 3), st.floats(0, 0.1))
 
 
 def per_token(fixed: float, token: float) -> tuple[tuple[int, float], ...]:
-    return ((1, fixed + token), (201, fixed + 201 * token))
+    return ((1, fixed + token), (200, fixed + 200 * token))
 
 
 def test_d2sd_that_weighs_costs_equals_token_by_token() -> None:
@@ -356,7 +356,8 @@ def test_the_end_of_the_capacity(tmp_path: Path, vp_block_size: int) -> None:
         assert len(plain[0]) == room
 
 
-COSTLY = PassCosts(draft=((1, 1.0),), redraft=((1, 1000.0),), verify=((1, 1.0),))
+BALANCED = PassCosts(draft=per_token(1.0, 0.0), redraft=per_token(1.0, 0.0), verify=per_token(1.0, 0.1))
+COSTLY = PassCosts(draft=per_token(1.0, 0.0), redraft=per_token(1000.0, 0.0), verify=per_token(1.0, 0.0))
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
@@ -377,14 +378,13 @@ def test_features_wait_for_a_vp_drafter_that_is_not_asked(tmp_path: Path, accura
 
 def test_features_that_waited_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Re-drafts after steps without any are those of a VP drafter that was run in every step."""
-    table = PassCosts(draft=((1, 1.0),), redraft=((1, 2.0),), verify=per_token(1.0, 0.02))
-    engine = small_triple(tmp_path, 5, 7, branches=3, costs=table)
+    engine = small_triple(tmp_path, 5, 7, branches=3, costs=BALANCED)
     watched = watch(engine)
     prompt = prompts_of(engine, 5)[0]
     hint(engine, [prompt], (0.6, 0.6), SURE, max_tokens=100)
     waited = engine.generate(prompt, branches="auto", trace=True, max_tokens=100)
-    late = [passes for passes in watched.passes if passes[0] > engine.limits.longest_path and passes[1] > 1]
-    assert len(late) >= 3, watched.passes
+    late = {tokens > 1 for waiting, tokens in watched.passes if waiting > engine.limits.longest_path}
+    assert late == {True, False}, watched.passes  # re-drafts, and passes that only injected
     monkeypatch.setattr(Limits, "longest_pending", 0)
     monkeypatch.setattr(Limits, "step_slots", 200)
     watched.passes.clear()
@@ -416,8 +416,7 @@ class Poisoned(DecodeBatch):
 
 @pytest.mark.parametrize("branches", [3, "auto"])
 def test_what_rejected_rows_leave_in_the_caches_never_matters(tmp_path: Path, branches: Any) -> None:
-    table = PassCosts(draft=((1, 1.0),), redraft=((1, 2.0),), verify=per_token(1.0, 0.02))
-    engine = small_triple(tmp_path, 5, 7, branches=3, costs=table, max_batch_size=2)
+    engine = small_triple(tmp_path, 5, 7, branches=3, costs=BALANCED, max_batch_size=2)
     prompts = prompts_of(engine, 3, 12)
     hint(engine, prompts, (0.6, 0.6), SURE, max_tokens=40)
     outcomes = []
@@ -452,7 +451,8 @@ class FixedShapes(TorchSession):
         return limit
 
     def run(self, inputs: Any, outputs: Sequence[str], cache: Any) -> dict:
-        if outputs and "logit_rows" not in inputs or inputs.get("logit_rows", np.zeros((1, 1))).shape[1] > 1:
+        prefills = inputs["logit_rows"].shape[1] == 1 if "logit_rows" in inputs else not outputs
+        if not prefills:
             self.widths.add(inputs["visibility"].shape[1])
         return super().run(inputs, outputs, cache)
 
@@ -497,8 +497,8 @@ def test_a_stream_and_its_trace_are_those_of_one_piece(tmp_path: Path) -> None:
     engine = small_triple(tmp_path, 5, 6, branches=2)
     prompt = prompts_of(engine, 6)[0]
     hint(engine, [prompt], (0.5, 0.7), max_tokens=20)
-    whole = engine.generate(prompt, trace=True, max_tokens=20)
-    events = list(engine.generate(prompt, stream=True, trace=True, max_tokens=20))
+    whole = engine.generate(prompt, trace=True, max_tokens=20, seed=1)
+    events = list(engine.generate(prompt, stream=True, trace=True, max_tokens=20, seed=1))
     assert whole.trace is not None
     assert [tuple(event.token_ids) for event in events[1:]] == [step.emitted for step in whole.trace.steps]
     last = events[-1].generation
