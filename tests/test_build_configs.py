@@ -15,6 +15,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "build_configs").glob("*.yaml"))
 PARAMETERS = {
     "qwen3-4b-dflash-b16": 537_427_200,
     "qwen3-8b-dflash-b16": 1_048_626_432,
+    "qwen3-8b-d2sd-b16": 1_048_626_432,
     "qwen3-4b-dflare-b16": 743_221_055,
 }
 
@@ -55,6 +56,7 @@ def test_describes_the_published_drafter(name):
         target_hidden_size=target["hidden_size"],
     )
     assert drafters.parameter_count(spec) == PARAMETERS[name]
+    assert config.expect.vp_drafter == (drafter if "d2sd" in name else {})
 
 
 def test_paths_are_relative_to_the_file(tmp_path):

@@ -18,7 +18,7 @@ from dflash_trt.runtime.drafter import Drafter
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.proposer import Proposal, Proposer
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.statistics import host_time, timed_pass
+from dflash_trt.runtime.statistics import host_time, timed
 from dflash_trt.runtime.tree import CandidateTree
 
 
@@ -96,7 +96,7 @@ class DecodeBatch:
     def prefill(self) -> None:
         """Runs every prompt through the target in chunks, injects its features, and emits each first token."""
         for row, sequence in enumerate(self.sequences):
-            with sequence.statistics.timed("prefill"):
+            with timed("prefill", [sequence.statistics]):
                 self._prefill_row(row, sequence)
 
     def step(self) -> None:
@@ -161,7 +161,7 @@ class DecodeBatch:
         plain = [self.sequences[row].params.is_plain_greedy for row in proposals]
         wanted += ["token_ids"] if any(plain) else []
         wanted += ["logits"] if not all(plain) else []
-        with timed_pass("verify", [self.sequences[row].statistics for row in proposals]):
+        with timed("verify", [self.sequences[row].statistics for row in proposals]):
             outputs = self.target.run(inputs, wanted, self._target_cache)
         for row, proposal in proposals.items():
             sequence = self.sequences[row]

@@ -13,7 +13,7 @@ from dflash_trt.runtime.drafter import Block, Draft, Drafter
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
 from dflash_trt.runtime.staircase import boundary_posterior, merge
-from dflash_trt.runtime.statistics import timed_pass
+from dflash_trt.runtime.statistics import timed
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
 
@@ -112,7 +112,7 @@ class Proposer:
         if all(len(block.ids) == 1 for block in blocks.values()):
             empty = Draft(np.zeros(0, np.int64), np.zeros(0))
             return dict.fromkeys(sequences, empty)
-        with timed_pass("draft", [s.statistics for s in sequences.values()]):
+        with timed("draft", [s.statistics for s in sequences.values()]):
             drafts = self._drafter.draft(blocks)
         for sequence in sequences.values():
             sequence.statistics.draft_passes += 1
@@ -132,7 +132,7 @@ class Proposer:
             candidates = [[sequence.anchor, *trunks[row].ids[:count].tolist()] for count in kept[row]]
             size = self._sizes(sequence)[1] if candidates else 1
             blocks[row] = Block.of(candidates or [[sequence.anchor]], size, redrafter.mask_token_id)
-        with timed_pass("redraft", [s.statistics for s in sequences.values()]):
+        with timed("redraft", [s.statistics for s in sequences.values()]):
             drafts = redrafter.draft(blocks)
         for sequence in sequences.values():
             sequence.statistics.redraft_passes += 1

@@ -58,15 +58,6 @@ class GenerationStatistics:
         self.proposed_drafts += proposed
         self.accepted_drafts += yielded - 1
 
-    @contextmanager
-    def timed(self, stage: Stage) -> Iterator[None]:
-        """Add the wall time of the `with` body to a stage."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] += time.perf_counter() - started
-
     @property
     def steps(self) -> int:
         """Number of verifications."""
@@ -105,13 +96,15 @@ class GenerationStatistics:
 
 
 @contextmanager
-def timed_pass(stage: Stage, sharing: Collection[GenerationStatistics]) -> Iterator[None]:
-    """Time a pass of the `with` body; the sequences that share it share its time."""
+def timed(stage: Stage, sharing: Collection[GenerationStatistics]) -> Iterator[None]:
+    """Add the wall time of the `with` body to a stage; the sequences that share it share its time."""
     started = time.perf_counter()
-    yield
-    share = (time.perf_counter() - started) / len(sharing)
-    for statistics in sharing:
-        statistics.seconds[stage] += share
+    try:
+        yield
+    finally:
+        share = (time.perf_counter() - started) / len(sharing)
+        for statistics in sharing:
+            statistics.seconds[stage] += share
 
 
 @contextmanager

@@ -25,10 +25,11 @@ from oracles import transformers_target
 from dflash_trt.runtime.trace import StepTrace
 
 TIE = 1e-4
+ACCURACY = {"first": 0.5, "second": 0.6}  # of the hints each drafter gets
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tiny"
 
 Hint = Callable[[str, list[int], list[int], int], list[int]]
-"""(salt, drafts of every place, the ids given, position of the first) -> drafts."""
+"""(which drafter, drafts of every place, the ids given, position of the first) -> drafts."""
 
 
 class Step(NamedTuple):
@@ -72,9 +73,7 @@ class Oracle:
             text += steps[-1].emitted
         return text[len(prompt) :], steps
 
-    def _step(
-        self, text: list[int], remaining: int, sizes: tuple[int, int], branches: int, hint: Hint | None
-    ) -> Step:
+    def _step(self, text: list[int], remaining: int, sizes: tuple[int, int], branches: int, hint: Hint | None) -> Step:
         # No more drafts than tokens that may come, and none for the last one.
         first, second = (min(size, remaining + 1) if remaining > 1 else 1 for size in sizes)
         features = self._features(text[:-1])
@@ -127,7 +126,7 @@ class Oracle:
         return torch.cat([states[tap + 1] for tap in self.first.target_layer_ids], dim=-1)
 
     def _fill(
-        self, drafter: Any, features: torch.Tensor, given: list[int], size: int, salt: str, hint: Hint | None
+        self, drafter: Any, features: torch.Tensor, given: list[int], size: int, which: str, hint: Hint | None
     ) -> tuple[list[int], np.ndarray, float]:
         """The given tokens and drafts up to `size`; confidences of the drafts, smallest margin among them."""
         if size == len(given):
@@ -142,10 +141,15 @@ class Oracle:
         best = _best(logits)
         drafts = [token for token, _ in best]
         if hint is not None:
-            drafts = hint(salt, drafts, ids, start)
+            drafts = hint(which, drafts, ids, start)
         confidence = logits.double().softmax(-1).amax(-1).numpy()
         gap = min(margin for _, margin in best[len(given) :])
         return [*given, *drafts[len(given) :]], confidence[len(given) :], gap
+
+
+def hint_towards(right: list[int]) -> Hint:
+    """The same hints as `Hinted` gives the runtime's drafters."""
+    return lambda which, drafts, given, anchor: hinted(drafts, given, anchor, right, ACCURACY[which], which)
 
 
 def _best(logits: torch.Tensor) -> list[tuple[int, float]]:
@@ -208,18 +212,13 @@ def test_the_same_steps_as_the_equations(case: str, tmp_path: Path) -> None:
     drafter, vp_drafter = engine.drafter, engine.vp_drafter
     assert engine.limits.vp_block_size == vp_block
     random, seen, cut = np.random.default_rng(seed), Seen(), 0
-    accuracies = {"first": 0.5, "second": 0.6}
     for branches in numbers:
         for size in (1, 15):
             prompt = random.integers(0, vocabulary, size).tolist()
             right = [*prompt, *engine.generate(prompt, max_tokens=18, speculation=False).token_ids]
-
-            def hint(salt: str, drafts: list[int], given: list[int], anchor: int, right: list[int] = right) -> list[int]:
-                return hinted(drafts, given, anchor, right, accuracies[salt], salt)
-
-            tokens, steps = oracle.generate(prompt, 18, (block, vp_block), branches, hint)
-            engine.drafter = Hinted(drafter, [right], accuracies["first"], "first")
-            engine.vp_drafter = Hinted(vp_drafter, [right], accuracies["second"], "second")
+            tokens, steps = oracle.generate(prompt, 18, (block, vp_block), branches, hint_towards(right))
+            engine.drafter = Hinted(drafter, [right], ACCURACY["first"], "first")
+            engine.vp_drafter = Hinted(vp_drafter, [right], ACCURACY["second"], "second")
             ours = engine.generate(prompt, max_tokens=18, branches=branches, trace=True)
             assert ours.trace is not None
             if seen.compare(steps, ours.trace.steps):

@@ -218,9 +218,8 @@ def test_rejected_rows_left_in_the_cache_never_matter(tmp_path):
     class Poisoned(decode.DecodeBatch):
         def step(self):
             super().step()
-            committed = self.sequences[0].committed
-            drafted = committed - self.sequences[0].pending_len
-            for cache, valid in ((self._target_cache, committed), (self._draft_cache, drafted)):
+            drafter, committed = self._proposer._drafter, self.sequences[0].committed
+            for cache, valid in ((self._target_cache, committed), (drafter.cache, int(drafter._injected[0]))):
                 for buffer in cache.buffers:
                     buffer[:, :, valid:] = 1e4
 

@@ -1,11 +1,12 @@
 """Both metrics by their definitions."""
 
 import json
+import time
 
 import pytest
 
 from dflash_trt.errors import UsageError
-from dflash_trt.runtime.statistics import GenerationStatistics
+from dflash_trt.runtime.statistics import GenerationStatistics, host_time, timed
 
 
 def test_definitions() -> None:
@@ -44,9 +45,9 @@ def test_impossible_counts(proposed: int, yielded: int) -> None:
 def test_stages_and_dictionary() -> None:
     statistics = GenerationStatistics()
     for _ in range(2):
-        with statistics.timed("draft"):
+        with timed("draft", [statistics]):
             statistics.draft_passes += 1
-    with pytest.raises(RuntimeError), statistics.timed("verify"):
+    with pytest.raises(RuntimeError), timed("verify", [statistics]):
         raise RuntimeError
     assert statistics.seconds["draft"] > 0
     assert statistics.seconds["verify"] > 0
@@ -54,5 +55,13 @@ def test_stages_and_dictionary() -> None:
     plain = json.loads(json.dumps(statistics.to_dict()))
     assert plain["draft_passes"] == 2
     assert plain["mean_acceptance_length"] is None
-    assert set(plain["seconds"]) == {"prefill", "draft", "verify", "host"}
+    assert set(plain["seconds"]) == {"prefill", "draft", "redraft", "verify", "host"}
     assert GenerationStatistics().seconds["draft"] == 0, "state must not be shared"
+
+
+def test_sequences_share_the_time_of_a_pass_and_the_host_has_the_rest() -> None:
+    shared = [GenerationStatistics() for _ in range(2)]
+    with host_time(shared), timed("verify", shared):
+        time.sleep(0.02)
+    assert shared[0].seconds["verify"] == shared[1].seconds["verify"] >= 0.01
+    assert 0 <= shared[0].seconds["host"] < shared[0].seconds["verify"]
