@@ -56,7 +56,7 @@ class BuildConfig(Frozen):
     max_input_len: int | None = pydantic.Field(default=None, ge=1)
     block_size: int | None = pydantic.Field(default=None, ge=2)
     prefill_chunk: int = pydantic.Field(default=256, ge=1)
-    branches: int | None = pydantic.Field(default=None, ge=0)
+    branches: int | None = pydantic.Field(default=None, ge=0, strict=True)
     vp_block_size: int | None = pydantic.Field(default=None, ge=2)
     dump_ir: Path | None = None
     verify: bool = True

@@ -150,8 +150,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
-            with progress.stage("Measuring passes"):
-                info = info.model_copy(update={"costs": measure_costs(engine)})
+            if limits.branches:
+                with progress.stage("Measuring passes"):
+                    info = info.model_copy(update={"costs": measure_costs(engine)})
 
         # 6. Seal it: sizes and hashes of all files.
         with progress.stage("Hashing"):

@@ -61,6 +61,7 @@ def make_trace(steps: Sequence[StepTrace], **fields: Any) -> Trace:
     tokens = {token for step in steps for token in (*step.tokens, *step.emitted)}
     defaults: dict[str, Any] = dict(
         system="d2sd" if any(step.branches for step in steps) else "dflash",
+        speculation=True,
         block_size=1 + max((len(step.draft) for step in steps), default=0),
         vp_block_size=0,
         branches=max((len(step.branches) for step in steps), default=0),

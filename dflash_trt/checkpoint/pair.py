@@ -8,11 +8,14 @@ from dflash_trt.checkpoint.target import TargetCheckpoint
 from dflash_trt.errors import PairError
 
 
-def check_pair(target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size: int | None) -> int:
+def check_pair(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size: int | None, option: str = "--block-size"
+) -> int:
     """Check the pair and settle the block size.
 
     Args:
         block_size: tokens a runtime block holds, the anchor included; None for the trained one.
+        option: what asks for it, for messages.
 
     Returns:
         The runtime block size, 2 .. the trained block size.
@@ -36,7 +39,7 @@ def check_pair(target: TargetCheckpoint, drafter: DrafterCheckpoint, block_size:
         what += f", but vocab_size is {theirs.vocab_size} in {_config(target)}: the mask needs an embedding row"
         raise PairError(what, mend="Use the drafter that was trained for this target")
     _check_tokenizer(target)
-    return _settle_block_size(drafter, block_size)
+    return _settle_block_size(drafter, block_size, option)
 
 
 def check_vp_drafter(
@@ -55,7 +58,7 @@ def check_vp_drafter(
     Raises:
         PairError: the first thing that does not fit.
     """
-    size = check_pair(target, vp_drafter, asked)
+    size = check_pair(target, vp_drafter, asked, "--vp-block-size, by default --block-size")
     first, second = drafter.spec, vp_drafter.spec
     for field, own, other in (
         ("mask_token_id", second.mask_token_id, first.mask_token_id),
@@ -65,8 +68,9 @@ def check_vp_drafter(
             what = f"{field} is {own} in {_config(vp_drafter)}, but {other} in {_config(drafter)}"
             raise PairError(what, mend="Both drafters read the same features: use two that were trained alike")
     if size < block_size:
-        what = f"the VP drafter's block is {size} ({_config(vp_drafter)}), but the first drafter's is {block_size}"
-        raise PairError(what, mend=f"Use --block-size {size} or less, or a VP drafter trained on larger blocks")
+        source = "--vp-block-size" if asked else _config(vp_drafter)
+        what = f"the VP drafter's block is {size} ({source}), but must hold the first drafter's, which is {block_size}"
+        raise PairError(what, mend=f"Use --block-size {size} or less, or larger VP blocks")
     return size
 
 
@@ -98,13 +102,13 @@ def _check_tokenizer(target: TargetCheckpoint) -> None:
         raise PairError(what, mend="The tokenizer is another model's")
 
 
-def _settle_block_size(drafter: DrafterCheckpoint, block_size: int | None) -> int:
+def _settle_block_size(drafter: DrafterCheckpoint, block_size: int | None, option: str) -> int:
     trained = drafter.spec.block_size
     if block_size is None:
         return trained
     if block_size < 2:
-        raise PairError(f"block size {block_size} asked, but a block holds the anchor and one draft at least: 2 tokens")
+        raise PairError(f"block size {block_size} asked ({option}), but a block holds 2 tokens or more: anchor and draft")
     if block_size > trained:
-        what = f"block size {block_size} asked, but block_size is {trained} in {_config(drafter)}"
+        what = f"block size {block_size} asked ({option}), but block_size is {trained} in {_config(drafter)}"
         raise PairError(what, mend=f"Ask for {trained} or less: no drafter fills a larger block than it was trained on")
     return block_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,8 +69,8 @@ def command(
         sys.stdout.reconfigure(encoding="utf-8")  # as the prompt is, whatever the locale
     SamplingParams(**sampling)  # refuse a bad value before the bundle is read
     text = _prompt(prompt, prompt_file)
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise UsageError("its folder does not exist", where=f"--trace {trace}", mend="Create it, or name another file")
+    if trace is not None:
+        _check_trace(trace, bundle)
 
     from dflash_trt.loading import load_engine
 
@@ -94,10 +95,32 @@ def command(
         click.echo(_figures(generation, seconds, speculation), err=True)
 
 
+def _check_trace(file: Path, bundle: Path) -> None:
+    """Refuses, before anything is generated, a trace that could not be written or would damage the bundle."""
+    folder = file.absolute().parent
+    if file.suffix != ".json":
+        what, mend = "must end in .json, by which `inspect` knows it", "Name it so"
+    elif file.exists() and not file.is_file():
+        what, mend = "is there and is no file", "Name another file"
+    elif not folder.is_dir():
+        what, mend = "its folder does not exist", "Create it, or name another file"
+    elif not os.access(folder, os.W_OK):
+        what, mend = "its folder cannot be written to", "Name another file"
+    elif folder.resolve().is_relative_to(bundle.resolve()):
+        what, mend = "lies in the bundle, which must stay as it was built", "Name another file"
+    else:
+        return
+    raise UsageError(what, where=f"--trace {file}", mend=mend)
+
+
 def _write(file: Path, text: str) -> None:
+    """Replaces the file in one step: what was there is lost only when the new one is complete."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
-        file.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(file)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         what = f"cannot be written: {error.strerror}"
         raise UsageError(what, where=f"--trace {file}", mend="Name another file") from error
 

@@ -62,7 +62,8 @@ def print_trace(found: dict[str, Any]) -> None:
     table.add_column("value", overflow="fold")
     blocks = f"blocks of {found['block_size']}"
     blocks += f", re-drafted {found['vp_block_size']}" if found["vp_block_size"] else ""
-    table.add_row("system", f"{found['system']}, K = {found['branches']}, {blocks}")
+    system = f"{found['system']}, K = {found['branches']}, {blocks}"
+    table.add_row("system", system if found["speculation"] else f"{found['system']} bundle, token by token")
     table.add_row("sampling", json.dumps(found["sampling"]))
     table.add_row("tokens", f"{found['prompt_tokens']} of the prompt, {found['new_tokens']} new")
     cut = f", {found['cut_steps']} cut by a stop token or the length limit" if found["cut_steps"] else ""

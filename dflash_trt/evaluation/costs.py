@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from dflash_trt.backends.base import Session
+from dflash_trt.backends.base import Array, Session
 from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.decode import chunk_inputs
 from dflash_trt.runtime.drafter import Block
@@ -22,16 +23,19 @@ def measure_costs(engine: Engine) -> PassCosts:
     limits = engine.limits
     context = min(_CONTEXT, limits.max_seq_len - 1)
     capacity = engine.target.capacity_for(context + limits.step_slots, limits.capacity)
+    target_cache = engine.target.new_cache(1, capacity)
 
-    def verify(size: int) -> None:
+    def verify(size: int) -> dict[str, Array]:
         inputs = chunk_inputs(np.zeros(size, np.int64), context)
         inputs["logit_rows"] = np.arange(size)[None]
-        engine.target.run(inputs, ["token_ids", "context_features"], target_cache)
+        return engine.target.run(inputs, ["token_ids", "context_features"], target_cache)
 
-    def drafting(session: Session) -> Callable[[int], None]:
+    features = verify(1)["context_features"]
+
+    def drafting(session: Session) -> Callable[[int], object]:
         cache = session.new_cache(1, capacity)
 
-        def draft(size: int) -> None:
+        def draft(size: int) -> object:
             block = Block.of([[0]], size, engine.mask_token_id)
             inputs = {
                 "context_features": features,
@@ -41,30 +45,31 @@ def measure_costs(engine: Engine) -> PassCosts:
                 "block_position_ids": context + 1 + block.offsets[None],
                 "visibility": block.visibility[None],
             }
-            session.run(inputs, ["draft_ids", "confidence"], cache)
+            return session.run(inputs, ["draft_ids", "confidence"], cache)
 
         return draft
 
-    target_cache = engine.target.new_cache(1, capacity)
-    chunk = chunk_inputs(np.zeros(1, np.int64), context)
-    features = engine.target.run(chunk, ["context_features"], target_cache)["context_features"]
     redrafted = limits.redraft_rows * limits.vp_block_size
-    vp_drafter = engine.vp_drafter
     return PassCosts(
-        draft=tuple(_timed(drafting(engine.drafter), limits.block_size)),
-        redraft=tuple(_timed(drafting(vp_drafter), redrafted)) if vp_drafter is not None and redrafted else (),
-        verify=tuple(_timed(verify, limits.tree_size)),
+        draft=_timed(drafting(engine.drafter), limits.block_size),
+        redraft=_timed(drafting(engine.vp_drafter), redrafted) if engine.vp_drafter is not None else (),
+        verify=_timed(verify, limits.tree_size),
     )
 
 
-def _timed(run: Callable[[int], None], most: int) -> Iterator[tuple[int, float]]:
-    """(tokens, seconds) for 1, 2, 3, 4, 6, 8, 12, ... and `most` tokens; the least of some, which others slow least."""
+def _timed(run: Callable[[int], object], most: int) -> tuple[tuple[int, float], ...]:
+    """(tokens, seconds) for 1, 2, 3, 4, 6, 8, 12, ... and `most` tokens.
+
+    Each is the least of some, taken in turns with the other sizes so that a busy moment slows all of them; and no
+    larger pass is cheaper than a smaller one.
+    """
     sizes = {size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)}
+    sizes = {size for size in sizes if size < most} | {most}
+    seconds = dict.fromkeys(sorted(sizes), math.inf)
     run(most)  # the first pass allocates
-    for size in sorted({size for size in sizes if 0 < size < most} | {most}):
-        seconds = []
-        for _ in range(_REPEATS):
+    for _ in range(_REPEATS):
+        for size, least in seconds.items():
             started = time.perf_counter()
             run(size)
-            seconds.append(time.perf_counter() - started)
-        yield size, min(seconds)
+            seconds[size] = min(least, time.perf_counter() - started)
+    return tuple(zip(seconds, np.maximum.accumulate(list(seconds.values())).tolist(), strict=True))

@@ -20,8 +20,7 @@ def draw_trace(path: Path, output: Path | None = None, step: int | None = None) 
         The files; none for a trace without steps.
 
     Raises:
-        UsageError: matplotlib is not installed, a damaged trace, no such step, or `output` is no folder.
-        OSError: a picture cannot be written.
+        UsageError: matplotlib is not installed, a damaged trace, no such step, or the pictures cannot be written.
     """
     try:
         from dflash_trt.evaluation.trace_figures import choose_step, write_figures
@@ -37,5 +36,9 @@ def draw_trace(path: Path, output: Path | None = None, step: int | None = None) 
     folder = path.parent if output is None else output
     if folder.exists() and not folder.is_dir():
         raise UsageError("is not a folder", where=f"--output {folder}", mend="Give a folder for the pictures")
-    folder.mkdir(parents=True, exist_ok=True)
-    return write_figures(trace, folder / path.stem, number)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return write_figures(trace, folder / path.stem, number)
+    except OSError as error:
+        what = f"pictures cannot be written there: {error.strerror}"
+        raise UsageError(what, where=f"--output {folder}", mend="Name another folder") from error

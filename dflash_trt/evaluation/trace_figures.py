@@ -152,7 +152,8 @@ def _nothing(figure: Figure, axes: Axes) -> Figure:
 def _headline(summary: TraceSummary) -> str:
     """tau, steps, system and K in one line."""
     count = f"{summary.steps} step{'s' if summary.steps != 1 else ''}"
-    text = f"{summary.system}, K = {summary.branches}: tau {summary.mean_acceptance_length:.2f} over {count}"
+    drafting = f"{summary.system}, K = {summary.branches}" if summary.speculation else "token by token"
+    text = f"{drafting}: tau {summary.mean_acceptance_length:.2f} over {count}"
     if summary.branches_per_step:
         text += f", the trunk alone {summary.trunk_mean_acceptance_length:.2f}"
     return text

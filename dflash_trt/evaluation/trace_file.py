@@ -1,4 +1,4 @@
-"""Reading a trace that `run --trace` wrote, and making sure that it says nothing impossible."""
+"""Reading a trace that `run --trace` wrote, and making sure that no step contradicts itself."""
 
 from __future__ import annotations
 

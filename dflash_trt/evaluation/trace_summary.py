@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_trt.runtime.staircase import FloatArray, boundary_posterior
+from dflash_trt.runtime.staircase import break_chances
 from dflash_trt.runtime.trace import Branches, BranchTrace, StepTrace, Trace
 from dflash_trt.runtime.tree import CandidateTree
 
@@ -135,6 +135,7 @@ class TraceSummary:
     """
 
     system: str
+    speculation: bool
     branches: Branches
     block_size: int
     vp_block_size: int
@@ -256,6 +257,7 @@ def summarize(trace: Trace) -> TraceSummary:
     won = [view for view in views if view.gain > 0]
     return TraceSummary(
         system=trace.system,
+        speculation=trace.speculation,
         branches=trace.branches,
         block_size=trace.block_size,
         vp_block_size=trace.vp_block_size,
@@ -325,7 +327,7 @@ def _kept_prefixes(views: Sequence[StepView]) -> Iterator[KeptPrefix]:
             yield KeptPrefix(
                 kept=kept,
                 steps=len(known),
-                predicted=_mean([float(_ends(view.step.confidence)[kept]) for view in known]),
+                predicted=_mean([float(break_chances(view.step.confidence)[kept]) for view in known]),
                 broke=_mean([bool(view.broke(kept)) for view in known]),
                 drafted=len(branches),
                 drafted_predicted=_mean([branch.probability for _, branch in branches]),
@@ -353,11 +355,6 @@ def _branch_ranks(views: Sequence[StepView]) -> Iterator[BranchRank]:
             gain=_mean(won),
             mean_acceptance_length=float(np.mean(yields)),
         )
-
-
-def _ends(confidence: Sequence[float]) -> FloatArray:
-    """f64 [n+1]: the probability that exactly so many drafts are right, of all n too."""
-    return np.append(boundary_posterior(confidence), np.prod(confidence))
 
 
 def _right_so_far(confidence: Sequence[float], position: int) -> float:

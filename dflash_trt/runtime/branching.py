@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from dflash_trt.checkpoint.spec import Frozen
-from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, likeliest
+from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, break_chances, likeliest
 from dflash_trt.runtime.tree import CandidateTree
 
 _MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
@@ -94,12 +94,10 @@ class AdaptiveBranches:
         self._redraft_confidence: float | None = None
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        posterior = boundary_posterior(confidence)
-        trunk = np.cumprod([1.0, *confidence])
-        ends = np.append(posterior, trunk[-1])
+        trunk, ends = np.cumprod([1.0, *confidence]), break_chances(confidence)
         sure = self._redraft_confidence
         sure = (float(np.mean(confidence)) if len(confidence) else 1.0) if sure is None else sure
-        options = [_prefixes(posterior, size, count) for count in range(min(self._most, len(confidence)) + 1)]
+        options = [_prefixes(ends[:-1], size, count) for count in range(min(self._most, len(confidence)) + 1)]
         return max(options, key=lambda kept: self._expected_rate(trunk, ends, sure, size, kept))
 
     def prune(

@@ -51,7 +51,7 @@ class DecodeBatch:
         drafter: session of the drafter graph; None decodes token by token.
         sequences: at most `limits.max_batch_size`, each with a prompt that passed `check_prompt`.
         mask_token_id: fills the block behind the anchor.
-        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD); both or none.
+        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD).
     """
 
     def __init__(

@@ -123,8 +123,7 @@ class Drafter:
             own = len(block.ids)
             confidence = results["confidence"][row, :own].astype(np.float64)
             if not np.isfinite(confidence).all():
-                raise BackendError(
-                    "a confidence is NaN or infinite", where="drafter graph", mend="Run `dflash-trt verify`"
-                )
+                where = f"{self._session.graph.role} graph"
+                raise BackendError("a confidence is NaN or infinite", where=where, mend="Run `dflash-trt verify`")
             drafts[row] = Draft(results["draft_ids"][row, :own], np.clip(confidence, 0, 1))
         return drafts

@@ -118,43 +118,48 @@ class Engine:
             prompt: text, encoded with the tokenizer's special tokens, or token ids taken as they are.
             stream: gives an iterator of events, one per step.
             speculation: False decodes token by token with the same engine; the output is the same.
-            branches: of a D2SD bundle: how many a step has at most, 0 for none (DFlash), "auto" for as many as pay;
-                None for as many as the bundle was built for. The output is the same.
+            branches: of a D2SD bundle, with speculation: how many a step has at most, 0 for none (DFlash), "auto" for
+                as many as pay; None for as many as the bundle was built for. The output is the same.
             trace: keeps what each step did.
             sampling: fields of `SamplingParams`.
 
         Raises:
             RequestError: an empty or too long prompt. UsageError: a sampling parameter or `branches` out of range.
         """
-        branches = self._checked_branches(branches)
+        branches = self._checked_branches(branches, speculation)
         sequence = self._sequence(prompt, SamplingParams(**sampling))
         if trace:
             sequence.trace = []
         batch = self._batch([sequence], speculation, branches)
         if stream:
-            return self._stream(sequence, batch, branches)
+            return self._stream(sequence, batch, speculation, branches)
         batch.run()
-        return self._generation(sequence, branches)
+        return self._generation(sequence, speculation, branches)
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, speculation: bool = True, branches: Branches | None = None, **sampling: Any
     ) -> list[Generation]:
         """Generates from several prompts, `max_batch_size` at once; each as `generate` would alone."""
-        branches = self._checked_branches(branches)
+        branches = self._checked_branches(branches, speculation)
         sequences = [self._sequence(prompt, SamplingParams(**sampling)) for prompt in prompts]
         for start in range(0, len(sequences), self.limits.max_batch_size):
             self._batch(sequences[start : start + self.limits.max_batch_size], speculation, branches).run()
-        return [self._generation(sequence, branches) for sequence in sequences]
+        return [self._generation(sequence, speculation, branches) for sequence in sequences]
 
-    def _checked_branches(self, branches: Branches | None) -> Branches:
+    def _checked_branches(self, branches: Branches | None, speculation: bool) -> Branches:
         """The branches in use. Raises UsageError where the bundle cannot have them."""
         built = self.limits.branches
         if branches is None:
-            return built
+            return built if speculation else 0
+        if not speculation:
+            mend = "Leave it out, or --no-speculation"
+            raise UsageError("there are none in token-by-token decoding", where="--branches", mend=mend)
         if self.vp_drafter is None:
             mend = "Build it with --vp-drafter, or leave --branches out"
             raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
         if branches == "auto":
+            if not built:
+                return 0
             if self.costs is None:
                 mend = "Build it without --no-verify, or give a number"
                 raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
@@ -163,7 +168,9 @@ class Engine:
             raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
         return branches
 
-    def _stream(self, sequence: SequenceState, batch: DecodeBatch, branches: Branches) -> Iterator[StreamEvent]:
+    def _stream(
+        self, sequence: SequenceState, batch: DecodeBatch, speculation: bool, branches: Branches
+    ) -> Iterator[StreamEvent]:
         characters = tokens = 0
         batch.prefill()
         while True:
@@ -171,7 +178,7 @@ class Engine:
             yield StreamEvent(
                 sequence.text[characters:],
                 sequence.generated[tokens:],
-                self._generation(sequence, branches) if done else None,
+                self._generation(sequence, speculation, branches) if done else None,
             )
             if done:
                 return
@@ -201,7 +208,7 @@ class Engine:
         assert self.costs is not None
         return AdaptiveBranches(self.limits.branches, self.costs)
 
-    def _generation(self, sequence: SequenceState, branches: Branches) -> Generation:
+    def _generation(self, sequence: SequenceState, speculation: bool, branches: Branches) -> Generation:
         assert sequence.finish_reason is not None
         return Generation(
             prompt_token_ids=sequence.prompt,
@@ -210,14 +217,17 @@ class Engine:
             finish_reason=sequence.finish_reason,
             seed=sequence.sampler.seed,
             statistics=sequence.statistics,
-            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, branches),
+            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, speculation, branches),
         )
 
-    def _trace(self, sequence: SequenceState, steps: Sequence[StepTrace], branches: Branches) -> Trace:
+    def _trace(
+        self, sequence: SequenceState, steps: Sequence[StepTrace], speculation: bool, branches: Branches
+    ) -> Trace:
         occurring = {token for step in steps for token in (*step.tokens, *step.emitted)}
         occurring |= {token for step in steps for branch in step.branches for token in branch.tokens}
         return Trace(
             system=self.system,
+            speculation=speculation,
             block_size=self.limits.block_size,
             vp_block_size=self.limits.vp_block_size,
             branches=branches,

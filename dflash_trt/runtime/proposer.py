@@ -12,7 +12,7 @@ from dflash_trt.runtime.branching import Branch, BranchPolicy
 from dflash_trt.runtime.drafter import Block, Draft, Drafter
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.staircase import boundary_posterior, merge
+from dflash_trt.runtime.staircase import break_chances, merge
 from dflash_trt.runtime.statistics import timed
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
@@ -143,7 +143,7 @@ def _branches(trunk: Draft, kept: Sequence[int], redraft: Draft) -> list[Branch]
     """Cuts the re-draft of one row into its branches."""
     if not kept:
         return []
-    breaks = np.append(boundary_posterior(trunk.confidence), np.prod(trunk.confidence))
+    breaks = break_chances(trunk.confidence)
     ids, confidence = redraft.ids.reshape(len(kept), -1), redraft.confidence.reshape(len(kept), -1)
     return [
         Branch(count, float(breaks[count]), tokens[count + 1 :].tolist(), sure[count + 1 :].tolist())

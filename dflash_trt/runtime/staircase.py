@@ -29,6 +29,12 @@ def boundary_posterior(confidence: npt.ArrayLike) -> FloatArray:
     return np.concatenate(([1.0], np.cumprod(right)[:-1])) * (1 - right) if right.size else right
 
 
+def break_chances(confidence: npt.ArrayLike) -> FloatArray:
+    """f64 [n+1]: the probability that exactly i of the n drafts are right, i = 0 .. n: r(i), then that all are."""
+    right = np.asarray(confidence, np.float64)
+    return np.append(boundary_posterior(right), np.cumprod(right)[-1:] if right.size else 1.0)
+
+
 def likeliest(posterior: FloatArray, count: int) -> list[int]:
     """The `count` prefixes i of largest r(i) (eq. 5), ascending; of equal ones the shorter; all if there are fewer."""
     return sorted(np.argsort(-posterior, kind="stable")[:count].tolist())

@@ -52,11 +52,15 @@ class StepTrace(Frozen):
 
 
 class Trace(Frozen):
-    """All steps of one generation; `texts` has the text of each token id that occurs in them."""
+    """All steps of one generation; `texts` has the text of each token id that occurs in them.
+
+    Without speculation, steps have no drafts, and branches is 0.
+    """
 
     kind: Literal["dflash-trt trace"] = "dflash-trt trace"
     version: Literal[1] = 1
     system: System
+    speculation: bool
     block_size: int
     vp_block_size: int
     branches: Branches

@@ -54,17 +54,18 @@ def test_sizes_that_fit(
 
 def test_a_block_shorter_than_the_first_drafters(made: Path, tmp_path: Path) -> None:
     path = vp_drafter(made, tmp_path, block_size=6)
-    error = refused(made, path, "the VP drafter's block is 6 (V), but the first drafter's is 8")
+    error = refused(made, path, "the VP drafter's block is 6 (V), but must hold the first drafter's, which is 8")
     assert "--block-size 6" in error.mend
     assert check(made, path, 6) == 6
 
 
 def test_a_shorter_block_asked(made: Path, tmp_path: Path) -> None:
-    refused(made, vp_drafter(made, tmp_path), "the VP drafter's block is 5 (V), but the first drafter's is 8", 8, 5)
+    refused(made, vp_drafter(made, tmp_path), "block is 5 (--vp-block-size), but must hold the first drafter's", 8, 5)
 
 
 def test_a_block_larger_than_trained(made: Path, tmp_path: Path) -> None:
-    refused(made, vp_drafter(made, tmp_path), "block size 9 asked, but block_size is 8 in V", 8, 9)
+    asked = "block size 9 asked (--vp-block-size, by default --block-size)"
+    refused(made, vp_drafter(made, tmp_path), f"{asked}, but block_size is 8 in V", 8, 9)
 
 
 def test_other_taps(made: Path, tmp_path: Path) -> None:

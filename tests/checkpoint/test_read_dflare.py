@@ -146,6 +146,14 @@ def test_config_names_do_not_tell_the_kind(dflare_dir: Path, drafter_dir: Path) 
 # --- what the tensors show ---
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_fusion_weights_that_are_no_numbers(dflare_dir: Path, value: float) -> None:
+    weights = np.zeros((LAYERS, len(TAPS)), np.float32)
+    weights[1, 0] = value
+    edit_tensors(dflare_dir, layer_fusion_weights=weights)
+    refused(dflare_dir, FUSION, "NaN or infinity")
+
+
 def test_without_fusion_weights(dflare_dir: Path) -> None:
     remove(dflare_dir, FUSION)
     refused(dflare_dir, "without its fusion weights", TARGET_KEYS, f"no {FUSION}", "again")

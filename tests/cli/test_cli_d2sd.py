@@ -6,8 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from makers import edit_json, make_drafter, make_target
+from makers import edit_json, edit_tensors, make_drafter, make_target
 
 import dflash_trt
 from dflash_trt.bundle import read_info
@@ -90,10 +91,31 @@ def test_a_trace_records_every_step(d2sd_bundle, run_cli, tmp_path):
     assert kept[-1] == 7
 
 
-def test_a_trace_without_its_folder_is_refused_before_anything_is_generated(d2sd_bundle, run_cli, tmp_path):
-    code, out, err = run_cli("run", d2sd_bundle, "--prompt", "x", "--trace", tmp_path / "nowhere" / "t.json")
-    assert (code, out) == (2, "")
-    assert "--trace" in err
+def test_a_trace_without_speculation_says_so(d2sd_bundle, run_cli, tmp_path):
+    generated(run_cli, d2sd_bundle, "--no-speculation", "--trace", tmp_path / "t.json")
+    trace = json.loads((tmp_path / "t.json").read_text())
+    assert (trace["speculation"], trace["branches"]) == (False, 0)
+    assert "token by token" in run_cli("inspect", tmp_path / "t.json").out
+    code, _, err = run_cli("run", d2sd_bundle, "--prompt", "x", "--no-speculation", "--branches", 2)
+    assert code == 2
+    assert "--no-speculation" in err
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_generated(bundle, run_cli, tmp_path):
+    """And one that would change the bundle."""
+    (tmp_path / "folder.json").mkdir()
+    for file, words in (
+        (tmp_path / "nowhere" / "t.json", "folder does not exist"),
+        (tmp_path / "folder.json", "no file"),
+        (tmp_path / "t.trace", ".json"),
+        (bundle / "config.json", "bundle"),
+        (bundle / "target" / "t.json", "bundle"),
+    ):
+        code, out, err = run_cli("run", bundle, "--prompt", "x", "--trace", file)
+        assert (code, out) == (2, "")
+        assert "--trace" in err
+        assert words in err
+    generated(run_cli, bundle)  # it still loads
 
 
 def test_a_vp_drafter_alone_is_a_dflash_drafter(pair, vp_drafter, tmp_path):
@@ -146,8 +168,27 @@ def test_every_graph_is_verified_and_passes_are_measured(tmp_path, agreeing_pair
         assert [tokens for tokens, _ in points] == sorted({tokens for tokens, _ in points})
         assert (points[0][0], points[-1][0]) == (1, most)
         assert all(seconds > 0 for _, seconds in points)
+    acceptance = json.loads((output / "report.json").read_text())["checks"][-1]
+    assert acceptance["measured"]["covered_breaks"] == 0  # these trunks never break
     auto = generated(run_cli, output, "--branches", "auto")
     assert auto["token_ids"] == generated(run_cli, output, "--no-speculation")["token_ids"]
+
+
+def test_verify_reports_a_drafter_that_gives_nan(pair, vp_drafter, tmp_path, run_cli):
+    """By name, and with the other checks."""
+    broken = Path(shutil.copytree(vp_drafter, tmp_path / "v"))
+    edit_tensors(broken, norm__weight=np.full(32, np.nan, np.float32))
+    dflash_trt.build(
+        target=pair.target, drafter=pair.drafter, vp_drafter=broken, output=tmp_path / "b", backend="torch",
+        verify=False, max_seq_len=64,
+    )  # fmt: skip
+    code, out, err = run_cli("verify", tmp_path / "b", "--json")
+    assert code == 1
+    failed = json.loads(out)["checks"][-1]
+    assert (failed["name"], failed["status"]) == ("losslessness", "failed")
+    assert "vp_drafter graph" in failed["reason"]
+    assert "NaN" in failed["reason"]
+    assert "losslessness" in err
 
 
 @pytest.fixture

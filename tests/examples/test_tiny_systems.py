@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 
 import dflash_trt
 from dflash_trt.checkpoint.drafter import read_drafter
+from dflash_trt.errors import CheckFailed
 from dflash_trt.evaluation.losslessness import compare_outputs
 
 ROOT = Path(__file__).parents[2]
+MODEL = "model.safetensors"
 TINY = ROOT / "examples" / "tiny"
 PROMPTS = [json.loads(line)["prompt"] for line in (TINY / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
 SAMPLING = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 42}}
@@ -83,3 +89,17 @@ def test_no_step_accepts_less_than_its_trunk_alone(engines):
 def test_dflare_accepts_drafts_on_held_out_prompts(engines):
     runs = [engines["dflare"].generate(prompt, max_tokens=96).statistics for prompt in PROMPTS]
     assert sum(sum(run.acceptance_lengths) for run in runs) / sum(run.steps for run in runs) >= 2.5
+
+
+@pytest.mark.parametrize("role", ["drafter", "vp_drafter"])
+def test_verification_finds_the_drafter_that_does_not_draft(role, tmp_path):
+    """Each behind the other's back: a step is as long as the better one makes it."""
+    folder = Path(shutil.copytree(TINY / "dflash", tmp_path / "shuffled"))
+    random = np.random.default_rng(0)
+    tensors = {name: random.permuted(tensor.float().numpy()) for name, tensor in load_file(folder / MODEL).items()}
+    save_file(tensors, folder / MODEL)
+    drafters = {"drafter": TINY / "dflash", "vp_drafter": TINY / "vp_drafter"} | {role: folder}
+    with pytest.raises(CheckFailed, match=r"VP drafter|drafter does not draft") as failed:
+        dflash_trt.build(target=TINY / "target", **drafters, output=tmp_path / "b", max_seq_len=256)
+    assert ("VP drafter does not" in str(failed.value)) == (role == "vp_drafter")
+    assert not (tmp_path / "b").exists()

@@ -65,7 +65,7 @@ def test_a_tree_accepts_at_least_what_its_chains_accept(seed: int, nodes: int) -
 
     accepted = len(walk(tree, choose).path) - 1
     chains = []
-    for leaf in (node for node in range(len(tree)) if not tree.children(node)):
+    for leaf in (node for node in range(len(tree)) if node not in tree.parents):
         nodes_up = [leaf]
         while nodes_up[-1]:
             nodes_up.append(int(tree.parents[nodes_up[-1]]))
