@@ -107,7 +107,7 @@ def _settle_block_size(drafter: DrafterCheckpoint, block_size: int | None, optio
     if block_size is None:
         return trained
     if block_size < 2:
-        raise PairError(f"block size {block_size} asked ({option}), but a block holds 2 tokens or more: anchor and draft")
+        raise PairError(f"block size {block_size} asked ({option}), but a block holds at least 2 tokens: anchor, draft")
     if block_size > trained:
         what = f"block size {block_size} asked ({option}), but block_size is {trained} in {_config(drafter)}"
         raise PairError(what, mend=f"Ask for {trained} or less: no drafter fills a larger block than it was trained on")
