@@ -526,7 +526,7 @@ def test_a_stream_and_its_trace_are_those_of_one_piece(tmp_path: Path) -> None:
 
 
 def test_auto_on_a_bundle_for_no_branches_is_dflash(tmp_path: Path) -> None:
-    """It has no room for features that wait for a VP drafter: rows of very different length must not overrun the cache."""
+    """It has no room for features that wait for a VP drafter: rows of different length must not overrun the cache."""
     engine = small_triple(tmp_path, 6, 6, branches=0, max_seq_len=60, max_batch_size=2, costs=COSTLY)
     prompts = prompts_of(engine, 57, 3)
     plain = hint(engine, prompts, (1.0, 1.0), max_tokens=50)
