@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import torch_engine
 from makers import make_drafter, make_target
-from runtime.test_lossless_random_pairs import SAMPLING, Seen, check
+from test_lossless_random_pairs import SAMPLING, Seen, check
 
 import dflash_trt
 from dflash_trt.evaluation.numbers import compare_graphs

@@ -40,6 +40,7 @@ def pairs(draw: st.DrawFn) -> dict:
     policy = draw(st.sampled_from(["full", "causal", "window"]))
     window = draw(st.integers(2, 12))
     return {
+        "kind": draw(st.sampled_from(["dflash", "dflare"])),
         "family": draw(st.sampled_from(["qwen3", "llama"])),
         "tie": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**16)),
@@ -75,6 +76,7 @@ def write_pair(shape: dict, folder: Path) -> None:
         block_size=shape["block_size"],
         layers=shape["drafter_layers"],
         seed=shape["seed"] + 1,
+        kind=shape["kind"],
         **shape["drafter"],
     )
 
@@ -157,6 +159,7 @@ def test_onnxruntime_bundles_of_random_pairs(seed, tmp_path):
     heads = int(random.choice([1, 2]))
     layers = int(random.integers(2, 4))
     shape = {
+        "kind": ["dflash", "dflare"][seed // 2],
         "family": ["qwen3", "llama"][seed % 2],
         "tie": bool(seed // 2 % 2),
         "seed": seed,
