@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from dflash_trt.backends.base import Session
 from dflash_trt.errors import RequestError, UsageError
@@ -49,6 +49,13 @@ class StreamEvent:
     text: str
     token_ids: list[int]
     generation: Generation | None = None
+
+
+class _Drafting(NamedTuple):
+    """How a generation drafts; without speculation there are no branches."""
+
+    speculation: bool
+    branches: Branches
 
 
 class Engine:
@@ -126,31 +133,31 @@ class Engine:
         Raises:
             RequestError: an empty or too long prompt. UsageError: a sampling parameter or `branches` out of range.
         """
-        branches = self._checked_branches(branches, speculation)
+        drafting = self._drafting(speculation, branches)
         sequence = self._sequence(prompt, SamplingParams(**sampling))
         if trace:
             sequence.trace = []
-        batch = self._batch([sequence], speculation, branches)
+        batch = self._batch([sequence], drafting)
         if stream:
-            return self._stream(sequence, batch, speculation, branches)
+            return self._stream(sequence, batch, drafting)
         batch.run()
-        return self._generation(sequence, speculation, branches)
+        return self._generation(sequence, drafting)
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, speculation: bool = True, branches: Branches | None = None, **sampling: Any
     ) -> list[Generation]:
         """Generates from several prompts, `max_batch_size` at once; each as `generate` would alone."""
-        branches = self._checked_branches(branches, speculation)
+        drafting = self._drafting(speculation, branches)
         sequences = [self._sequence(prompt, SamplingParams(**sampling)) for prompt in prompts]
         for start in range(0, len(sequences), self.limits.max_batch_size):
-            self._batch(sequences[start : start + self.limits.max_batch_size], speculation, branches).run()
-        return [self._generation(sequence, speculation, branches) for sequence in sequences]
+            self._batch(sequences[start : start + self.limits.max_batch_size], drafting).run()
+        return [self._generation(sequence, drafting) for sequence in sequences]
 
-    def _checked_branches(self, branches: Branches | None, speculation: bool) -> Branches:
-        """The branches in use. Raises UsageError where the bundle cannot have them."""
+    def _drafting(self, speculation: bool, branches: Branches | None) -> _Drafting:
+        """How to draft. Raises UsageError where the bundle cannot have these branches."""
         built = self.limits.branches
         if branches is None:
-            return built if speculation else 0
+            return _Drafting(speculation, built if speculation else 0)
         if not speculation:
             mend = "Leave it out, or --no-speculation"
             raise UsageError("there are none in token-by-token decoding", where="--branches", mend=mend)
@@ -158,19 +165,16 @@ class Engine:
             mend = "Build it with --vp-drafter, or leave --branches out"
             raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
         if branches == "auto":
-            if not built:
-                return 0
-            if self.costs is None:
+            if built and self.costs is None:
                 mend = "Build it without --no-verify, or give a number"
                 raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
-        elif type(branches) is not int or not 0 <= branches <= built:
+            return _Drafting(True, "auto" if built else 0)
+        if type(branches) is not int or not 0 <= branches <= built:
             what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
             raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
-        return branches
+        return _Drafting(True, branches)
 
-    def _stream(
-        self, sequence: SequenceState, batch: DecodeBatch, speculation: bool, branches: Branches
-    ) -> Iterator[StreamEvent]:
+    def _stream(self, sequence: SequenceState, batch: DecodeBatch, drafting: _Drafting) -> Iterator[StreamEvent]:
         characters = tokens = 0
         batch.prefill()
         while True:
@@ -178,7 +182,7 @@ class Engine:
             yield StreamEvent(
                 sequence.text[characters:],
                 sequence.generated[tokens:],
-                self._generation(sequence, speculation, branches) if done else None,
+                self._generation(sequence, drafting) if done else None,
             )
             if done:
                 return
@@ -195,12 +199,11 @@ class Engine:
         check_prompt(ids, self.limits, self.vocab_size)
         return SequenceState(ids, params, self.limits, self.eos_token_ids, self.tokenizer.stream(params.stop))
 
-    def _batch(self, sequences: Sequence[SequenceState], speculation: bool, branches: Branches) -> DecodeBatch:
-        drafter = self.drafter if speculation else None
-        vp_drafter = self.vp_drafter if speculation and branches else None
-        return DecodeBatch(
-            self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter, self._policy(branches)
-        )
+    def _batch(self, sequences: Sequence[SequenceState], drafting: _Drafting) -> DecodeBatch:
+        drafter = self.drafter if drafting.speculation else None
+        vp_drafter = self.vp_drafter if drafting.branches else None
+        policy = self._policy(drafting.branches)
+        return DecodeBatch(self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter, policy)
 
     def _policy(self, branches: Branches) -> BranchPolicy:
         if branches != "auto":
@@ -208,7 +211,7 @@ class Engine:
         assert self.costs is not None
         return AdaptiveBranches(self.limits.branches, self.costs)
 
-    def _generation(self, sequence: SequenceState, speculation: bool, branches: Branches) -> Generation:
+    def _generation(self, sequence: SequenceState, drafting: _Drafting) -> Generation:
         assert sequence.finish_reason is not None
         return Generation(
             prompt_token_ids=sequence.prompt,
@@ -217,20 +220,18 @@ class Engine:
             finish_reason=sequence.finish_reason,
             seed=sequence.sampler.seed,
             statistics=sequence.statistics,
-            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, speculation, branches),
+            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, drafting),
         )
 
-    def _trace(
-        self, sequence: SequenceState, steps: Sequence[StepTrace], speculation: bool, branches: Branches
-    ) -> Trace:
+    def _trace(self, sequence: SequenceState, steps: Sequence[StepTrace], drafting: _Drafting) -> Trace:
         occurring = {token for step in steps for token in (*step.tokens, *step.emitted)}
         occurring |= {token for step in steps for branch in step.branches for token in branch.tokens}
         return Trace(
             system=self.system,
-            speculation=speculation,
+            speculation=drafting.speculation,
             block_size=self.limits.block_size,
             vp_block_size=self.limits.vp_block_size,
-            branches=branches,
+            branches=drafting.branches,
             sampling=asdict(sequence.params) | {"seed": sequence.sampler.seed},
             prompt_token_ids=tuple(sequence.prompt),
             token_ids=tuple(sequence.generated),
