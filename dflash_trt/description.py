@@ -10,6 +10,7 @@ from dflash_trt.bundle import CONFIG, is_bundle, read_info
 from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import CheckpointError, UsageError
+from dflash_trt.runtime.trace import Trace
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -20,8 +21,10 @@ def describe(path: Path) -> dict[str, Any]:
     """
     if path.is_file() and path.suffix == ".onnx":
         return _graph(path)
-    if path.is_file() and path.suffix == ".json":
-        return _trace(path)
+    if is_trace(path):
+        from dflash_trt.evaluation.trace_file import read_trace
+
+        return describe_trace(path, read_trace(path))
     if not path.is_dir():
         raise UsageError(
             "is neither a folder nor an .onnx or .json file",
@@ -35,6 +38,18 @@ def describe(path: Path) -> dict[str, Any]:
     raise UsageError(f"has no {CONFIG}: neither a checkpoint nor a bundle", where=str(path))
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a path is to be read as a trace: whether it is one, reading it says."""
+    return path.is_file() and path.suffix == ".json"
+
+
+def describe_trace(path: Path, trace: Trace) -> dict[str, Any]:
+    """Describes the trace that was read from `path`."""
+    from dflash_trt.evaluation.trace_summary import summarize
+
+    return {"kind": "trace", "path": str(path), **summarize(trace).to_dict()}
+
+
 def _bundle(path: Path) -> dict[str, Any]:
     info = read_info(path)
     return {"kind": "bundle", "path": str(path), **info.model_dump(mode="json")}
@@ -43,18 +58,19 @@ def _bundle(path: Path) -> dict[str, Any]:
 def _checkpoint(path: Path) -> dict[str, Any]:
     """Drafters are told from targets by their tensors."""
     from dflash_trt.checkpoint import drafter, target
+    from dflash_trt.checkpoint.drafter_kinds import FC, FUSION_WEIGHTS
 
     tensors = TensorFolder.open(path)
     spec: TargetSpec | DrafterSpec
     if target.EMBEDDING in tensors:
         kind, spec = "target checkpoint", target.read_target(path).spec
         parameters = target.parameter_count(spec)
-    elif not {"fc.weight", "hidden_norm.weight", "layer_fusion_weights"}.isdisjoint(tensors):
+    elif not {FC, FUSION_WEIGHTS, "hidden_norm.weight"}.isdisjoint(tensors):
         kind, spec = "drafter checkpoint", drafter.read_drafter(path).spec
         parameters = drafter.parameter_count(spec)
     else:
         raise CheckpointError(
-            "holds neither a target (model.embed_tokens.weight) nor a drafter (fc.weight, layer_fusion_weights)",
+            f"holds neither a target ({target.EMBEDDING}) nor a drafter ({FC}, {FUSION_WEIGHTS})",
             where=str(path),
         )
     return {
@@ -66,13 +82,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "bytes": sum(entry.nbytes for entry in tensors.values()),
         "files": [file.name for file in tensors.files()],
     }
-
-
-def _trace(path: Path) -> dict[str, Any]:
-    from dflash_trt.evaluation.trace_file import read_trace
-    from dflash_trt.evaluation.trace_summary import summarize
-
-    return {"kind": "trace", "path": str(path), **summarize(read_trace(path)).to_dict()}
 
 
 def _graph(path: Path) -> dict[str, Any]:

@@ -103,9 +103,10 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         for role, checkpoint in checkpoints.items():
             started = time.perf_counter()
             model = None
-            graph, module = _graph_and_module(role, checkpoint, target, drafter, limits, precision)
+            graph = _graph(role, checkpoint, drafter.spec.taps, precision)
             if config.backend == "onnxruntime":
                 with progress.stage(f"Exporting the {role} graph"):
+                    module = _meta_module(checkpoint, target, drafter.spec.taps, limits.capacity, precision)
                     model = export_graph(module, graph, placed[role], folder / role, config.dump_ir)
             records[role] = _record(folder, role, graph, placed[role], model)
             own = [path for path in (folder / role).iterdir() if not path.name.startswith(TARGET_PREFIX)]
@@ -206,21 +207,25 @@ def _read_drafters(config: BuildConfig) -> dict[Role, DrafterCheckpoint]:
     return drafters
 
 
-def _graph_and_module(
-    role: Role,
+def _graph(
+    role: Role, checkpoint: TargetCheckpoint | DrafterCheckpoint, taps: tuple[int, ...], precision: Dtype
+) -> GraphSpec:
+    if isinstance(checkpoint, TargetCheckpoint):
+        return target_graph(checkpoint.spec, len(taps), precision)
+    return drafter_graph(checkpoint.spec, precision, role)
+
+
+def _meta_module(
     checkpoint: TargetCheckpoint | DrafterCheckpoint,
     target: TargetCheckpoint,
-    drafter: DrafterCheckpoint,
-    limits: Limits,
+    taps: tuple[int, ...],
+    positions: int,
     precision: Dtype,
-) -> tuple[GraphSpec, torch.nn.Module]:
-    """The I/O of a role's graph, and the module to trace for it, without weights."""
-    taps = drafter.spec.taps
-    if role == "target" or isinstance(checkpoint, TargetCheckpoint):
-        graph = target_graph(target.spec, len(taps), precision)
-        return graph, meta_target(target.spec, taps, limits.capacity, precision)
-    graph = drafter_graph(checkpoint.spec, precision, role)
-    return graph, meta_drafter(checkpoint.spec, target.spec, limits.capacity, precision)
+) -> torch.nn.Module:
+    """The module to trace, without weights."""
+    if isinstance(checkpoint, TargetCheckpoint):
+        return meta_target(checkpoint.spec, taps, positions, precision)
+    return meta_drafter(checkpoint.spec, target.spec, positions, precision)
 
 
 def _limits(

@@ -146,6 +146,14 @@ def train_tokenizer(run: Run) -> None:
     save_file(streams, run.work / "corpus.safetensors")
 
 
+def fit_with_progress(title: str, module: torch.nn.Module, loss_at: Callable[[int], tuple[Tensor, Tensor]],
+                      checkpoint: Path, settings: dict) -> None:
+    """``fit`` under a progress bar of its own."""
+    bar, report = progress(title, settings["steps"], console)
+    with bar:
+        fit(module, loss_at, checkpoint=checkpoint, report=report, **settings)
+
+
 def new_target() -> Qwen3ForCausalLM:
     """A freshly initialised target, the same on every call."""
     torch.manual_seed(SEED)
@@ -177,9 +185,7 @@ def train_target(run: Run) -> None:
                   for epoch, row in epoch_batches(step, TARGET_BATCH, rows, SEED)]
         return step_loss(torch.stack([stream[start:start + TARGET_LENGTH] for start in starts]))
 
-    bar, report = progress("target", TARGET_FIT["steps"], console)
-    with bar:
-        fit(target, loss_at, checkpoint=run.work / "target.ckpt", report=report, **TARGET_FIT)
+    fit_with_progress("target", target, loss_at, run.work / "target.ckpt", TARGET_FIT)
     # Everything after this stage, the drafter included, sees the weights as shipped: rounded to bfloat16.
     save_file({k: v.bfloat16() for k, v in target.state_dict().items() if k != "lm_head.weight"}, result)
 
@@ -282,10 +288,9 @@ def train_dflash(run: Run) -> None:
     for phase, (batches, settings) in enumerate(DFLASH_PHASES):
         if phase:
             torch.manual_seed(SEED + phase)
-        bar, report = progress(f"dflash, phase {phase + 1}", settings["steps"], console)
         batch_loss = partial(loss_at, used=batches * DATA_BATCH, seed=SEED + phase)
-        with bar:
-            fit(drafter, batch_loss, checkpoint=run.work / f"dflash.{phase}.ckpt", report=report, **settings)
+        checkpoint = run.work / f"dflash.{phase}.ckpt"
+        fit_with_progress(f"dflash, phase {phase + 1}", drafter, batch_loss, checkpoint, settings)
     save_drafter(drafter, result)
 
 
@@ -305,9 +310,7 @@ def train_vp_drafter(run: Run) -> None:
 
     loss_at = partial(block_training(run, drafter, target), seed=SEED + 2, visible=visible)
     torch.manual_seed(SEED + 2)
-    bar, report = progress("vp_drafter", VP_FIT["steps"], console)
-    with bar:
-        fit(drafter, loss_at, checkpoint=run.work / "vp_drafter.ckpt", report=report, **VP_FIT)
+    fit_with_progress("vp_drafter", drafter, loss_at, run.work / "vp_drafter.ckpt", VP_FIT)
     save_drafter(drafter, result)
 
 
@@ -322,9 +325,7 @@ def train_dflare(run: Run) -> None:
     loss_at = partial(block_training(run, drafter, target), seed=SEED + 3,
                       gamma=lambda epoch: DFLARE_GAMMA + DFLARE_GAMMA_STEP * epoch)
     torch.manual_seed(SEED + 3)
-    bar, report = progress("dflare", DFLARE_FIT["steps"], console)
-    with bar:
-        fit(drafter, loss_at, checkpoint=run.work / "dflare.ckpt", report=report, **DFLARE_FIT)
+    fit_with_progress("dflare", drafter, loss_at, run.work / "dflare.ckpt", DFLARE_FIT)
     save_drafter(drafter, result)
 
 

@@ -19,17 +19,21 @@ def command(path: Path, step: int | None, output: Path | None, as_json: bool) ->
     A trace (`run --trace FILE.json`) is drawn, too: the tree of a step, acceptance by position, calibration.
     """
     from dflash_trt.cli.tables import print_description
-    from dflash_trt.description import describe
+    from dflash_trt.description import describe, describe_trace, is_trace
     from dflash_trt.errors import UsageError
 
-    description = describe(path)
-    if description["kind"] == "trace":
+    if is_trace(path):
         from dflash_trt.evaluation.trace_drawing import draw_trace
+        from dflash_trt.evaluation.trace_file import read_trace
 
-        description["figures"] = [str(file) for file in draw_trace(path, output, step)]
-    elif step is not None or output is not None:
-        option = "--output" if step is None else "--step"
-        raise UsageError(f"is for traces; {path} is a {description['kind']}", where=option, mend="Leave it out")
+        trace = read_trace(path)
+        figures = [str(file) for file in draw_trace(trace, path, output, step)]
+        description = {**describe_trace(path, trace), "figures": figures}
+    else:
+        description = describe(path)
+        if step is not None or output is not None:
+            option = "--output" if step is None else "--step"
+            raise UsageError(f"is for traces; {path} is a {description['kind']}", where=option, mend="Leave it out")
     if as_json:
         click.echo(json.dumps(description, indent=2))
     else:

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_trt.backends.base import Array, Session
 from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.decode import chunk_inputs
-from dflash_trt.runtime.drafter import Block
+from dflash_trt.runtime.drafter import Block, block_inputs
 from dflash_trt.runtime.engine import Engine
 
 _REPEATS = 7
@@ -37,15 +37,7 @@ def measure_costs(engine: Engine) -> PassCosts:
 
         def draft(size: int) -> object:
             block = Block.of([[0]], size, engine.mask_token_id)
-            inputs = {
-                "context_features": features,
-                "feature_len": np.array([1]),
-                "context_len": np.array([context]),
-                "block_ids": block.ids[None],
-                "block_position_ids": context + 1 + block.offsets[None],
-                "visibility": block.visibility[None],
-            }
-            return session.run(inputs, ["draft_ids", "confidence"], cache)
+            return session.run(block_inputs(block, features, 1, context), ["draft_ids", "confidence"], cache)
 
         return draft
 

@@ -11,7 +11,7 @@ import numpy as np
 from dflash_trt.backends.base import Array, Session, numpy_dtype
 from dflash_trt.bundle import BundleInfo
 from dflash_trt.export.contract import Role
-from dflash_trt.runtime.drafter import Block
+from dflash_trt.runtime.drafter import Block, block_inputs
 from dflash_trt.runtime.tree import CandidateTree
 
 # |found - wanted| <= limit * (|wanted| + the output's median magnitude): a few channels of real hidden states are
@@ -110,14 +110,8 @@ def _drafter_passes(info: BundleInfo, role: Role) -> Iterator[dict[str, Array]]:
         rows, valid = min(rows, longest), min(valid, longest)
         tokens = random.integers(0, info.target.vocab_size, size).tolist()
         block = Block.of([tokens[: kept % size + 1] for kept in range(candidates)], size, info.mask_token_id)
-        yield {
-            "context_features": random.standard_normal((1, rows, width)).astype(numpy_dtype(info.precision)),
-            "feature_len": np.array([valid]),
-            "context_len": np.array([context]),
-            "block_ids": block.ids[None],
-            "block_position_ids": context + valid + block.offsets[None],
-            "visibility": block.visibility[None],
-        }
+        features = random.standard_normal((1, rows, width)).astype(numpy_dtype(info.precision))
+        yield block_inputs(block, features, valid, context)
         context += valid
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from dflash_trt.errors import UsageError
-from dflash_trt.evaluation.trace_file import read_trace
+from dflash_trt.runtime.trace import Trace
 
 
-def draw_trace(path: Path, output: Path | None = None, step: int | None = None) -> list[Path]:
+def draw_trace(trace: Trace, path: Path, output: Path | None = None, step: int | None = None) -> list[Path]:
     """Draws a trace's three pictures (see `trace_figures.write_figures`).
 
     Args:
-        path: the trace; the pictures are named after it.
+        trace: a sound one (see `read_trace`).
+        path: its file; the pictures are named after it.
         output: their folder, made if it is missing; by default the trace's.
         step: the step to draw, from 1 on; by default the most telling one.
 
@@ -20,7 +21,7 @@ def draw_trace(path: Path, output: Path | None = None, step: int | None = None) 
         The files; none for a trace without steps.
 
     Raises:
-        UsageError: matplotlib is not installed, a damaged trace, no such step, or the pictures cannot be written.
+        UsageError: matplotlib is not installed, no such step, or the pictures cannot be written.
     """
     try:
         from dflash_trt.evaluation.trace_figures import choose_step, write_figures
@@ -29,7 +30,6 @@ def draw_trace(path: Path, output: Path | None = None, step: int | None = None) 
             raise
         what = "is needed to draw a trace and is not installed"
         raise UsageError(what, where="matplotlib", mend="Install it: pip install matplotlib") from error
-    trace = read_trace(path)
     number = choose_step(trace, step)
     if number is None:
         return []

@@ -35,6 +35,18 @@ class Block:
         return cls(ids.reshape(-1), np.tile(np.arange(size), len(rows)), owner[:, None] == owner)
 
 
+def block_inputs(block: Block, features: Array, feature_len: int, context_len: int) -> dict[str, Array]:
+    """Inputs of a drafter graph for one row: `feature_len` of features [1, N, T*H] go behind `context_len` slots."""
+    return {
+        "context_features": features,
+        "feature_len": np.array([feature_len]),
+        "context_len": np.array([context_len]),
+        "block_ids": block.ids[None],
+        "block_position_ids": context_len + feature_len + block.offsets[None],
+        "visibility": block.visibility[None],
+    }
+
+
 @dataclass(frozen=True)
 class Draft:
     """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1."""
@@ -76,16 +88,8 @@ class Drafter:
 
     def prefill(self, row: int, features: Array, size: int) -> None:
         """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
-        start = int(self._injected[row])
-        inputs = {
-            "context_features": features,
-            "feature_len": np.array([size]),
-            "context_len": np.array([start]),
-            "block_ids": np.array([[self.mask_token_id]]),
-            "block_position_ids": np.array([[start + size]]),
-            "visibility": np.ones((1, 1, 1), np.bool_),
-        }
-        self._session.run(inputs, [], self.cache.row(row))
+        unused = Block.of([[]], 1, self.mask_token_id)
+        self._session.run(block_inputs(unused, features, size, int(self._injected[row])), [], self.cache.row(row))
         self._injected[row] += size
         self._nothing = features[0, :1]
 

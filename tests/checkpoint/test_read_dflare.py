@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from geometry import qwen3_drafter
 from makers import REMOVED, edit_json, edit_tensors, make_drafter
 from safetensors.numpy import load_file
 
 from dflash_trt.checkpoint.drafter import expected_tensors, parameter_count, read_drafter
 from dflash_trt.checkpoint.pair import check_pair
-from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec, RopeSpec, TargetSpec
+from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec, TargetSpec
 from dflash_trt.checkpoint.target import read_target
 from dflash_trt.description import describe
 from dflash_trt.errors import CheckpointError
@@ -60,28 +61,8 @@ def to_angelspec(folder: Path, **changes: Any) -> None:
 
 def published(hidden: int, inner: int) -> DrafterSpec:
     """AngelSlim/Qwen3-4b-dflare and AngelSlim/Qwen3-8b-dflare."""
-    return DrafterSpec(
-        architecture="QwenDFlareDraftModel",
-        system="dflare",
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=7,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40960,
-        rope=RopeSpec(theta=1e6, rotary_dim=128),
-        policies=(AttentionPolicy(causal=False),) * 7,
-        qk_norm=True,
-        dtype="bfloat16",
-        block_size=16,
-        mask_token_id=151669,
-        taps=(1, 5, 9, 13, 17, 21, 25, 29, 33),
-        num_target_layers=36,
-        target_hidden_size=hidden,
-    )
+    taps = (1, 5, 9, 13, 17, 21, 25, 29, 33)
+    return qwen3_drafter(hidden, inner, 7, architecture="QwenDFlareDraftModel", system="dflare", taps=taps)
 
 
 @pytest.mark.parametrize(

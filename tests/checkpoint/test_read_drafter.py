@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from geometry import qwen3_drafter
 from makers import REMOVED, edit_json, edit_tensors, make_drafter
 
 from dflash_trt.checkpoint.drafter import expected_tensors, parameter_count, read_drafter
-from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec, RopeSpec
+from dflash_trt.checkpoint.spec import AttentionPolicy
 from dflash_trt.errors import CheckpointError
 
 SWA = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 24}
@@ -33,28 +34,8 @@ def edit_section(folder: Path, **changes: Any) -> None:
 )
 def test_published_geometries(hidden: int, inner: int, parameters: int) -> None:
     """z-lab/Qwen3-4B-DFlash-b16 and z-lab/Qwen3-8B-DFlash-b16."""
-    spec = DrafterSpec(
-        architecture="DFlashDraftModel",
-        system="dflash",
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=5,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40960,
-        rope=RopeSpec(theta=1e6, rotary_dim=128),
-        policies=(AttentionPolicy(causal=False),) * 5,
-        qk_norm=True,
-        dtype="bfloat16",
-        block_size=16,
-        mask_token_id=151669,
-        taps=(1, 9, 17, 25, 33),
-        num_target_layers=36,
-        target_hidden_size=hidden,
-    )
+    taps = (1, 9, 17, 25, 33)
+    spec = qwen3_drafter(hidden, inner, 5, architecture="DFlashDraftModel", system="dflash", taps=taps)
     assert len(expected_tensors(spec)) == 58
     assert parameter_count(spec) == parameters
 

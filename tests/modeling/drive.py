@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from dflash_trt.checkpoint.spec import DrafterSpec
+
 
 def causal(queries: int, batch: int = 1) -> np.ndarray:
     """The visibility of a chain: bool [B, Q, Q]."""
@@ -54,3 +56,21 @@ def draft_pass(
         "visibility": np.ones((batch, queries, queries), bool),
     }
     return session.run(inputs, ["draft_ids", "confidence", "logits"], cache)
+
+
+class RandomInputs:
+    """Random inputs for a drafter of spec `spec`."""
+
+    spec: DrafterSpec
+
+    def features(self, batch: int, rows: int, seed: int) -> np.ndarray:
+        """Like a residual stream: some large values among small ones."""
+        rng = np.random.default_rng(seed)
+        size = len(self.spec.taps) * self.spec.target_hidden_size
+        return (rng.standard_normal((batch, rows, size)) * rng.choice((1, 20), size)).astype(np.float32)
+
+    def block(self, batch: int, seed: int) -> np.ndarray:
+        """An anchor and masks."""
+        ids = np.full((batch, self.spec.block_size), self.spec.mask_token_id)
+        ids[:, 0] = np.random.default_rng(seed).integers(0, self.spec.vocab_size, batch)
+        return ids

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drive import draft_pass
+from drive import RandomInputs, draft_pass
 from makers import make_drafter, make_target
 
 from dflash_trt.backends.torch import TorchSession
@@ -115,7 +115,7 @@ class Equations:
         return logits.numpy()
 
 
-class Pair:
+class Pair(RandomInputs):
     """A drafter of the package and the equations with the same weights."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
@@ -129,17 +129,6 @@ class Pair:
         self.session = TorchSession(self.module, drafter_graph(drafter.spec, "float32"))
         self.oracle = Equations(drafter.spec, tensors, target.get_input_embeddings().weight.detach())
 
-    def features(self, batch: int, rows: int, seed: int) -> np.ndarray:
-        """Like a residual stream: some large values among small ones."""
-        rng = np.random.default_rng(seed)
-        size = len(TAPS) * self.spec.target_hidden_size
-        return (rng.standard_normal((batch, rows, size)) * rng.choice((1, 20), size)).astype(np.float32)
-
-    def block(self, batch: int, seed: int) -> np.ndarray:
-        """An anchor and masks."""
-        ids = np.full((batch, BLOCK), self.spec.mask_token_id)
-        ids[:, 0] = np.random.default_rng(seed).integers(0, self.spec.vocab_size, batch)
-        return ids
 
 
 def assert_drafted(out: dict[str, np.ndarray], row: int, logits: np.ndarray) -> None:

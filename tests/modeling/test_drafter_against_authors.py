@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drive import draft_pass
+from drive import RandomInputs, draft_pass
 from makers import REMOVED, make_drafter, make_target
 from transformers import Qwen3Config
 
@@ -61,7 +61,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[AttentionPolicy, ...]]] = {
 }  # fmt: skip
 
 
-class Pair:
+class Pair(RandomInputs):
     """A drafter of the package and the authors' with the same weights."""
 
     def __init__(self, folder: Path, tie: bool = True, **changes: Any) -> None:
@@ -75,18 +75,6 @@ class Pair:
         self.oracle = authors.DFlashDraftModel(config).eval()
         state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         self.oracle.load_state_dict(state, strict=True)
-
-    def features(self, batch: int, rows: int, seed: int) -> np.ndarray:
-        """Like a residual stream: some large values among small ones."""
-        rng = np.random.default_rng(seed)
-        size = len(TAPS) * self.spec.target_hidden_size
-        return (rng.standard_normal((batch, rows, size)) * rng.choice((1, 20), size)).astype(np.float32)
-
-    def block(self, batch: int, seed: int) -> np.ndarray:
-        """An anchor and masks."""
-        ids = np.full((batch, BLOCK), self.spec.mask_token_id)
-        ids[:, 0] = np.random.default_rng(seed).integers(0, self.spec.vocab_size, batch)
-        return ids
 
     @torch.inference_mode()
     def expected(self, features: np.ndarray, block: np.ndarray, start: int, cache: Any) -> np.ndarray:
