@@ -5,8 +5,11 @@ BUNDLE ?= demo-bundle
 WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP_TARGET := $(BIN)/python -m pip install --quiet --no-deps --target
+PLUGINS := build/plugins/libdflash_trt_plugins.so
+LEAN := build/tensorrt-lean-10.16 build/tensorrt-lean-11.4
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup plugins clean
 
 setup: $(INSTALLED)
 
@@ -23,12 +26,33 @@ demo: $(INSTALLED)
 	test -f $(BUNDLE)/config.json || $(BIN)/dflash-trt build --config build_configs/tiny-d2sd.yaml --output $(BUNDLE)
 	$(BIN)/python examples/demo.py $(BUNDLE)
 
+# TensorRT's headers, to build the plugin library against, and its lean runtime, which has the real plugin registry.
+build/kernel-lens: | $(INSTALLED)
+	$(PIP_TARGET) $@ kernel-lens==2.0.1
+
+build/tensorrt-lean-10.16: VERSION := 10.16.1.11
+build/tensorrt-lean-11.4: VERSION := 11.4.0.106
+$(LEAN): | $(INSTALLED)
+	$(PIP_TARGET) $@ $(foreach part,tensorrt-lean-cu13 tensorrt-lean-cu13-libs tensorrt-lean-cu13-bindings,$(part)==$(VERSION))
+
+plugins: $(PLUGINS)
+
+$(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build/kernel-lens
+	$(BIN)/dflash-trt plugins build --output $(@D) --tensorrt-root build/kernel-lens/kernel_lens/include/tensorrt
+
+# Kernels and plugins are built and tested where they can be; elsewhere their tests are skipped and say why.
+ifeq ($(shell uname -s),Linux)
+ifneq ($(shell command -v c++),)
+NATIVE := $(PLUGINS) $(LEAN)
+endif
+endif
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint
+test: lint $(NATIVE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 clean:
-	rm -rf $(VENV) $(BUNDLE)
+	rm -rf $(VENV) $(BUNDLE) build

@@ -16,14 +16,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import pydantic
 
 from dflash_trt import __version__
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
 from dflash_trt.config import BackendName
+from dflash_trt.documents import DocumentError, parse, to_values
 from dflash_trt.errors import BundleError
 from dflash_trt.export.contract import GraphSpec, Role
 from dflash_trt.runtime.branching import PassCosts
@@ -37,6 +37,7 @@ MODEL = "model.onnx"
 _NO_DIGEST = "0" * 64
 
 
+@dataclass(frozen=True, kw_only=True)
 class FileRecord(Frozen):
     """Size in bytes and SHA-256 of one file."""
 
@@ -44,6 +45,7 @@ class FileRecord(Frozen):
     sha256: str
 
 
+@dataclass(frozen=True, kw_only=True)
 class GraphRecord(Frozen):
     """One graph of a bundle: its I/O, where it lies, and the safetensors files that hold its own weights."""
 
@@ -53,6 +55,7 @@ class GraphRecord(Frozen):
     parameters: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class BundleInfo(Frozen):
     """The section "dflash_trt" of config.json: all the runtime needs to know."""
 
@@ -126,12 +129,12 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 
 def write_config(folder: Path, info: BundleInfo) -> BundleInfo:
     """Writes config.json, with the files as they are now and the digest of the text itself; returns what it holds."""
-    info = info.model_copy(update={"digest": _NO_DIGEST, "files": record_files(folder)})
-    config = {**_tensorrt_llm_keys(info), "dflash_trt": info.model_dump(mode="json")}
+    info = replace(info, digest=_NO_DIGEST, files=record_files(folder))
+    config = {**_tensorrt_llm_keys(info), "dflash_trt": to_values(info)}
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     (folder / CONFIG).write_bytes(text.replace(_NO_DIGEST, digest, 1).encode())
-    return info.model_copy(update={"digest": digest})
+    return replace(info, digest=digest)
 
 
 def _tensorrt_llm_keys(info: BundleInfo) -> dict[str, Any]:
@@ -199,15 +202,10 @@ def read_info(folder: Path) -> BundleInfo:
     if hashlib.sha256(blanked.encode()).hexdigest() != digest:
         raise BundleError("was changed after the build", where=str(path), mend="Build the bundle again")
     try:
-        return BundleInfo.model_validate(section)
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise BundleError(
-            f"{field}: {first['msg']} ({_built_with(section)}, running {__version__})",
-            where=str(path),
-            mend="Build the bundle again",
-        ) from error
+        return parse(BundleInfo, section, "bundle")
+    except DocumentError as error:
+        what = f"{error} ({_built_with(section)}, running {__version__})"
+        raise BundleError(what, where=str(path), mend="Build the bundle again") from error
 
 
 def _built_with(section: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any, Literal
 import pydantic
 import yaml
 
-from dflash_trt.checkpoint.spec import DecoderSpec, Dtype, Frozen
+from dflash_trt.checkpoint.spec import DecoderSpec, Dtype
 from dflash_trt.errors import PairError, UsageError
 
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]
 _PATHS = ("target", "drafter", "vp_drafter", "output", "dump_ir")
 
 
-class Expectation(Frozen):
+class _Options(pydantic.BaseModel):
+    """Immutable, no unknown fields."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+
+class Expectation(_Options):
     """Spec fields a configuration was written for, e.g. `{hidden_size: 4096, taps: [1, 9, 17, 25, 33]}`."""
 
     target: dict[str, Any] = pydantic.Field(default_factory=dict)
@@ -25,7 +32,7 @@ class Expectation(Frozen):
     vp_drafter: dict[str, Any] = pydantic.Field(default_factory=dict)
 
 
-class BuildConfig(Frozen):
+class BuildConfig(_Options):
     """Options of `dflash-trt build`.
 
     Attributes:
@@ -80,9 +87,10 @@ class BuildConfig(Frozen):
     def check_expected(self, specs: Mapping[str, DecoderSpec]) -> None:
         """Raises PairError where a checkpoint, by role, differs from what the configuration expects."""
         for role, spec in specs.items():
+            fields = [field.name for field in dataclasses.fields(spec)]
             for name, wanted in getattr(self.expect, role).items():
-                if name not in type(spec).model_fields:
-                    mend = f"Fields: {', '.join(type(spec).model_fields)}"
+                if name not in fields:
+                    mend = f"Fields: {', '.join(fields)}"
                     raise UsageError("no such field of a checkpoint", where=f"expect.{role}.{name}", mend=mend)
                 found = getattr(spec, name)
                 found = list(found) if isinstance(found, tuple) else found

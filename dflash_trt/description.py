@@ -9,6 +9,7 @@ from typing import Any
 from dflash_trt.bundle import CONFIG, is_bundle, read_info
 from dflash_trt.checkpoint.spec import DrafterSpec, TargetSpec
 from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.documents import to_values
 from dflash_trt.errors import CheckpointError, UsageError
 from dflash_trt.runtime.trace import Trace
 
@@ -52,7 +53,7 @@ def describe_trace(path: Path, trace: Trace) -> dict[str, Any]:
 
 def _bundle(path: Path) -> dict[str, Any]:
     info = read_info(path)
-    return {"kind": "bundle", "path": str(path), **info.model_dump(mode="json")}
+    return {"kind": "bundle", "path": str(path), **to_values(info)}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     return {
         "kind": kind,
         "path": str(path),
-        **spec.model_dump(mode="json"),
+        **to_values(spec),
         "tensors": len(tensors),
         "parameters": parameters,
         "bytes": sum(entry.nbytes for entry in tensors.values()),

@@ -153,7 +153,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                 )
             if limits.branches:
                 with progress.stage("Measuring passes"):
-                    info = info.model_copy(update={"costs": measure_costs(engine)})
+                    info = replace(info, costs=measure_costs(engine))
 
         # 6. Seal it: sizes and hashes of all files.
         with progress.stage("Hashing"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,4 +127,4 @@ def simulated_trace(
     trace = make_trace(made, block_size=block_size, vp_block_size=vp_block_size if branches else 0, branches=branches)
     words = ["the", " return", " of", "self", ".", " (", "\n    ", "_name", " implementation", ","]
     texts = [*texts, *random.choice(words, vocabulary - len(texts)).tolist()]
-    return trace.model_copy(update={"texts": {ANCHOR: "def", **dict(enumerate(texts, start=2))}})
+    return replace(trace, texts={ANCHOR: "def", **dict(enumerate(texts, start=2))})

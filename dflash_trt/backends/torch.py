@@ -1,4 +1,5 @@
-"""torch: the reference backend. It runs the very modules that are traced, eagerly, with the operators' references."""
+"""torch: the reference backend. It runs the very modules that are traced, eagerly: on a CPU with the operators'
+references, on a CUDA device with their kernels."""
 
 from __future__ import annotations
 
@@ -31,12 +32,19 @@ class TorchCache:
         return TorchCache(buffers)
 
     def move(self, index: int, sources: Sequence[int], destination: int) -> None:
+        slots = torch.tensor(sources, dtype=torch.int64, device=self.buffers[0].device)  # once: a device waits for it
         for buffer in self.buffers:
-            buffer[index, :, destination : destination + len(sources)] = buffer[index][:, list(sources)]
+            buffer[index, :, destination : destination + len(sources)] = buffer[index].index_select(1, slots)
 
 
 class TorchSession:
-    """A module run eagerly (see `backends.base.Session`)."""
+    """A module run eagerly (see `backends.base.Session`).
+
+    Attributes:
+        whole_steps: whether greedy decode steps are best run whole on the device, as a captured CUDA graph
+            (`runtime/device_step.py`).
+        longest_pass: tokens a pass may have at most, a prompt's chunk too; None for any number.
+    """
 
     fixed_shapes = False
 
@@ -44,6 +52,14 @@ class TorchSession:
         self.graph = graph
         self.device = device
         self.module = module.to(device).eval()
+        self.whole_steps = torch.device(device).type == "cuda"
+        self.longest_pass: int | None = None
+        if self.whole_steps:
+            from dflash_trt.ops.cuda import register
+            from dflash_trt.plugins.kernels.tiling import MAX_QUERIES
+
+            register()
+            self.longest_pass = MAX_QUERIES
 
     def new_cache(self, batch: int, capacity: int) -> TorchCache:
         shape = (batch, self.graph.num_kv_heads, capacity, self.graph.head_dim)
@@ -63,11 +79,14 @@ class TorchSession:
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: TorchCache) -> dict[str, Array]:
-        check_inputs(self.graph, inputs)
-        args = [_to_tensor(inputs[spec.name]).to(self.device) for spec in self.graph.inputs]
-        results = self.module(*args, *cache.buffers)
-        named = {spec.name: result for spec, result in zip(self.graph.outputs, results, strict=False)}
+        named = self.forward({name: _to_tensor(array).to(self.device) for name, array in inputs.items()}, cache)
         return {name: named[name] if name == "context_features" else _to_numpy(named[name]) for name in outputs}
+
+    def forward(self, inputs: Mapping[str, torch.Tensor], cache: TorchCache) -> dict[str, torch.Tensor]:
+        """All outputs of the graph for tensors that are on the device already: no copies, and nothing waits."""
+        check_inputs(self.graph, inputs)
+        results = self.module(*(inputs[spec.name] for spec in self.graph.inputs), *cache.buffers)
+        return {spec.name: result for spec, result in zip(self.graph.outputs, results, strict=False)}
 
 
 def _to_tensor(array: Array) -> torch.Tensor:

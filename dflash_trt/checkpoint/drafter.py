@@ -220,6 +220,6 @@ def _check_fusion(spec: DrafterSpec, tensors: TensorFolder) -> None:
         }[spec.system]
         what = f"{name} is {shape}, but {needing} need {wanted}"
         raise CheckpointError(what, where=str(tensors.where), mend="Compare target_layer_ids with the training config")
-    if spec.system == "dflare" and not np.isfinite(tensors.read(name).astype(np.float32)).all():
+    if spec.system == "dflare" and not np.isfinite(tensors.read_float32(name)).all():
         what = f"{name} holds NaN or infinity, so there are no shares to mix the taps by"
         raise CheckpointError(what, where=str(tensors.where), mend="Download or export the checkpoint again")

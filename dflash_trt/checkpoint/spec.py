@@ -5,19 +5,22 @@ The specs are stored in the bundle, so they hold plain data only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 
 
-class Frozen(BaseModel):
-    """A value: immutable, no unknown fields."""
+class Frozen:
+    """Base of the values that are stored in documents: frozen dataclasses with keyword arguments.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    `documents.py` checks what it reads; a constructor checks nothing.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - where pydantic looks for it
 
 
+@dataclass(frozen=True, kw_only=True)
 class RopeSpec(Frozen):
     """Rotary embedding of one model; `checkpoint/rope.py` turns it into tables.
 
@@ -39,6 +42,7 @@ class RopeSpec(Frozen):
     truncate: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
 class AttentionPolicy(Frozen):
     """How one layer attends: `causal` inside the new tokens, `window` 0 for full attention.
 
@@ -49,6 +53,7 @@ class AttentionPolicy(Frozen):
     window: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
 class DecoderSpec(Frozen):
     """What target and drafter layers share (Qwen3 / Llama decoder block)."""
 
@@ -71,6 +76,7 @@ class DecoderSpec(Frozen):
     dtype: Dtype
 
 
+@dataclass(frozen=True, kw_only=True)
 class TargetSpec(DecoderSpec):
     """A target model. Tensor names are those of the Hugging Face checkpoint (`model.layers.{i}...`)."""
 
@@ -80,6 +86,7 @@ class TargetSpec(DecoderSpec):
     bos_token_id: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class DrafterSpec(DecoderSpec):
     """A DFlash or DFlare drafter. Tensor names have no prefix (`layers.{i}...`, `hidden_norm`, `norm`).
 

@@ -137,6 +137,6 @@ def _check_lm_head(spec: TargetSpec, tensors: TensorFolder) -> None:
 def _same_bits(tensors: TensorFolder, first: str, second: str) -> bool:
     if (tensors[first].dtype, tensors[first].shape) != (tensors[second].dtype, tensors[second].shape):
         return False
-    left, right = (tensors.read(name).reshape(-1).view(np.uint8) for name in (first, second))
+    left, right = (tensors.bits(name).reshape(-1).view(np.uint8) for name in (first, second))
     starts = range(0, len(left), _COMPARED_BYTES)
     return all(np.array_equal(left[at : at + _COMPARED_BYTES], right[at : at + _COMPARED_BYTES]) for at in starts)

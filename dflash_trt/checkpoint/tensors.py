@@ -6,23 +6,25 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from dflash_trt.checkpoint.config import read_json_object
-from dflash_trt.checkpoint.safetensors_file import TensorEntry, read_entries
+from dflash_trt.checkpoint.safetensors_file import ITEM_BYTES, TensorEntry, read_entries
 from dflash_trt.errors import CheckpointError
 
-__all__ = ["NUMPY_DTYPES", "TensorEntry", "TensorFolder"]
+__all__ = ["TensorEntry", "TensorFolder", "numpy_dtype"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-NUMPY_DTYPES: dict[str, np.dtype] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy's type of a safetensors dtype; that of BF16 is ml_dtypes', which only this needs."""
+    if name == "BF16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype({"F32": np.float32, "F16": np.float16}[name])
 
 
 class TensorFolder(Mapping[str, TensorEntry]):
@@ -112,11 +114,23 @@ class TensorFolder(Mapping[str, TensorEntry]):
         Raises:
             KeyError: no such tensor.
         """
+        return self.bits(name).view(numpy_dtype(self._entries[name].dtype))
+
+    def read_float32(self, name: str) -> np.ndarray:
+        """The tensor as float32, which holds every value of the other dtypes. Raises KeyError as `read`."""
+        bits = self.bits(name)
+        if self._entries[name].dtype == "BF16":  # the upper half of a float32
+            return (bits.astype(np.uint32) << 16).view(np.float32)
+        return bits.view(numpy_dtype(self._entries[name].dtype)).astype(np.float32)
+
+    def bits(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file, floats as uint32 or uint16. Raises KeyError as `read`."""
         entry = self._entries[name]
         if entry.file not in self._maps:
             with entry.file.open("rb") as stream:
                 self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.ndarray(entry.shape, NUMPY_DTYPES[entry.dtype], buffer=self._maps[entry.file], offset=entry.offset)
+        dtype = np.dtype(f"u{ITEM_BYTES[entry.dtype]}")
+        return np.ndarray(entry.shape, dtype, buffer=self._maps[entry.file], offset=entry.offset)
 
 
 def _no_weights(folder: Path) -> CheckpointError:

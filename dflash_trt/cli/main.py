@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "Generate text with a bundle.",
     "inspect": "Show what a checkpoint, a graph or a bundle is; draw a trace.",
     "verify": "Check a bundle's numbers, losslessness and acceptance.",
+    "plugins": "Build the TensorRT plugin library, or show where it is.",
     "doctor": "Show what this machine can build and run.",
 }
 

@@ -72,6 +72,7 @@ def command(
     if trace is not None:
         _check_trace(trace, bundle)
 
+    from dflash_trt.documents import to_json
     from dflash_trt.loading import load_engine
 
     engine = load_engine(bundle, threads=threads)
@@ -87,7 +88,7 @@ def command(
     seconds = time.perf_counter() - started
     if trace is not None:
         assert generation.trace is not None
-        _write(trace, generation.trace.model_dump_json(indent=1))
+        _write(trace, to_json(generation.trace, indent=1))
     if as_json:
         click.echo(json.dumps(_result(generation, seconds)))
     else:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydantic
 
+from dflash_trt.documents import DocumentError, parse
 from dflash_trt.errors import UsageError
 from dflash_trt.runtime.trace import StepTrace, Trace
 from dflash_trt.runtime.tree import CandidateTree
 
-_KIND = Trace.model_fields["kind"].default
+_KIND = Trace.kind
 _AGAIN = "Write it again with `dflash-trt run BUNDLE --trace FILE.json`"
 _ROUNDING = 1e-3  # a softmax in low precision may sum to a little more than 1
 
@@ -35,9 +35,9 @@ def read_trace(path: Path) -> Trace:
             mend="Give a checkpoint folder, a bundle, a graph, or a file written by `dflash-trt run --trace`",
         )
     try:
-        trace = Trace.model_validate(values)
-    except pydantic.ValidationError as error:
-        raise UsageError(f"is a damaged trace: {_in_words(error)}", where=str(path), mend=_AGAIN) from error
+        trace = parse(Trace, values, "trace")
+    except DocumentError as error:
+        raise UsageError(f"is a damaged trace: {error}", where=str(path), mend=_AGAIN) from error
     for number, step in enumerate(trace.steps, start=1):
         try:
             check_step(step)
@@ -108,12 +108,3 @@ def _read_json(path: Path) -> Any:
         raise UsageError("is nested too deeply for a trace", where=str(path), mend=_AGAIN) from error
     except ValueError as error:  # besides JSONDecodeError: integers with thousands of digits
         raise UsageError(f"is not valid JSON: {error}", where=str(path), mend=_AGAIN) from error
-
-
-def _in_words(error: pydantic.ValidationError) -> str:
-    """The first problem, and how many more there are."""
-    problems = error.errors(include_url=False)
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problems[0]["loc"]).lstrip(".")
-    rule = {"missing": "is missing", "extra_forbidden": "is no field of a trace"}.get(problems[0]["type"])
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{place} {rule or problems[0]['msg'].replace('Input should be', 'should be')}{more}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
@@ -9,6 +10,7 @@ from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
 Role = Literal["target", "drafter", "vp_drafter"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec(Frozen):
     """One graph input or output; a string dimension is dynamic: B batch, Q new tokens, R logit rows, N features, C
     capacity."""
@@ -18,6 +20,7 @@ class TensorSpec(Frozen):
     shape: tuple[int | str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
 class GraphSpec(Frozen):
     """A graph's I/O without its caches, and the caches: `num_layers` pairs of [B, num_kv_heads, C, head_dim]."""
 

@@ -14,7 +14,7 @@ import torch
 
 from dflash_trt.errors import ExportError
 from dflash_trt.export.contract import GraphSpec, TensorSpec
-from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
+from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection_onnx, staircase_attention_onnx
 
 # Sizes of the example inputs, all different and none 0 or 1, so that torch.export keeps every dimension dynamic.
 _EXAMPLE_SIZES = {"B": 2, "Q": 5, "R": 3, "N": 7, "C": 24}
@@ -28,10 +28,10 @@ _ONNX_DTYPE_NAMES = {
 }
 
 _KV_INJECTION = onnxscript.values.Op(
-    onnxscript.values.Opset(DOMAIN, VERSION), kv_injection.NAME, kv_injection.schema()
+    onnxscript.values.Opset(DOMAIN, VERSION), kv_injection_onnx.NAME, kv_injection_onnx.schema()
 )
 _STAIRCASE_ATTENTION = onnxscript.values.Op(
-    onnxscript.values.Opset(DOMAIN, VERSION), staircase_attention.NAME, staircase_attention.schema()
+    onnxscript.values.Opset(DOMAIN, VERSION), staircase_attention_onnx.NAME, staircase_attention_onnx.schema()
 )
 
 

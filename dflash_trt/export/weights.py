@@ -22,7 +22,7 @@ from dflash_trt.checkpoint.decoder import SPEC_DTYPES
 from dflash_trt.checkpoint.drafter_kinds import FUSION_WEIGHTS
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
-from dflash_trt.checkpoint.tensors import NUMPY_DTYPES, TensorEntry, TensorFolder
+from dflash_trt.checkpoint.tensors import TensorEntry, TensorFolder, numpy_dtype
 from dflash_trt.errors import ExportError
 from dflash_trt.export.safetensors_writer import write_safetensors
 
@@ -133,7 +133,7 @@ def _place(
         write_safetensors(
             path,
             {name: (dtypes[name], tensors[name].shape) for name in to_convert},
-            lambda name: _chunks(tensors, name, NUMPY_DTYPES[dtypes[name]], progress),
+            lambda name: _chunks(tensors, name, numpy_dtype(dtypes[name]), progress),
         )
         entries.update(TensorFolder.from_files([path]))
     return entries

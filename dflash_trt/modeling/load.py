@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from dflash_trt.checkpoint.decoder import SPEC_DTYPES
 from dflash_trt.checkpoint.drafter_kinds import FUSION_WEIGHTS
 from dflash_trt.checkpoint.rope import rope_tables
 from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, RopeSpec, TargetSpec
@@ -27,7 +28,7 @@ def drafter_tables(spec: DrafterSpec, tensors: TensorFolder, positions: int) -> 
     """What a drafter's graph holds besides its weights: rotary tables, and DFlare's `fusion_shares` float32."""
     tables = _rope(spec.rope, positions)
     if spec.system == "dflare":
-        tables[FUSION_SHARES] = fusion_shares(tensors.read(FUSION_WEIGHTS))
+        tables[FUSION_SHARES] = fusion_shares(tensors.read_float32(FUSION_WEIGHTS))
     return tables
 
 
@@ -93,12 +94,9 @@ def _shared(tensors: TensorFolder, dtype: Dtype) -> dict[str, torch.Tensor]:
 
 
 def _tensor(tensors: TensorFolder, name: str, dtype: Dtype) -> torch.Tensor:
-    array = tensors.read(name)
-    if array.dtype.name == "bfloat16":  # numpy's is a foreign type to torch: hand the bits over
-        tensor = torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array.copy())
-    return tensor.to(getattr(torch, dtype))
+    stored = getattr(torch, SPEC_DTYPES[tensors[name].dtype])
+    # bits, because numpy has no bfloat16
+    return torch.from_numpy(tensors.bits(name).copy()).view(stored).to(getattr(torch, dtype))
 
 
 def _assign(module, state: Mapping[str, torch.Tensor], tables: Mapping[str, np.ndarray]):  # type: ignore[no-untyped-def]

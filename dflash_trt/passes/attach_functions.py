@@ -5,22 +5,44 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from dflash_trt.errors import ExportError
-from dflash_trt.ops import DOMAIN, VERSION, kv_injection, staircase_attention
+from dflash_trt.ops import DOMAIN, VERSION, kv_injection_onnx, staircase_attention_onnx
 
 
 def _overload(node: ir.Node) -> str:
-    if node.op_type == kv_injection.NAME:
-        return kv_injection.overload(has_norm=node.inputs[2] is not None)
-    return staircase_attention.overload(
+    if node.op_type == kv_injection_onnx.NAME:
+        return kv_injection_onnx.overload(has_norm=node.inputs[2] is not None, partial=rotates_partially(node))
+    return staircase_attention_onnx.overload(
         has_sinks=node.inputs[5] is not None,
         sliding_window=node.attributes["sliding_window"].as_int(),
         softcap=node.attributes["softcap"].as_float(),
     )
 
 
+def rotates_partially(node: ir.Node) -> bool:
+    """Whether a KVInjection's tables `cos` [max_pos, R/2] rotate less than the heads of its cache [B, Hkv, C, D] have.
+
+    Raises:
+        ExportError: R or D is not known, or R is larger.
+    """
+    half, dim = (_static(node, index, axis) for index, axis in ((4, 1), (7, 3)))
+    if 2 * half > dim:
+        raise ExportError(f"tables that rotate {2 * half} of {dim} head dimensions", where=f"node {node.name}")
+    return 2 * half < dim
+
+
+def _static(node: ir.Node, index: int, axis: int) -> int:
+    """One dimension of an input, which tracing must have left a number."""
+    value = node.inputs[index]
+    size = None if value is None or value.shape is None else value.shape[axis]
+    if not isinstance(size, int):
+        name = None if value is None else value.name
+        raise ExportError(f"dimension {axis} of input {name} is not known", where=f"node {node.name}")
+    return size
+
+
 _BODIES = {
-    kv_injection.NAME: kv_injection.function_body,
-    staircase_attention.NAME: staircase_attention.function_body,
+    kv_injection_onnx.NAME: kv_injection_onnx.function_body,
+    staircase_attention_onnx.NAME: staircase_attention_onnx.function_body,
 }
 
 

@@ -72,6 +72,7 @@ class FixedBranches:
         return tree
 
 
+@dataclass(frozen=True, kw_only=True)
 class PassCosts(Frozen):
     """Seconds of one pass by the number of its new tokens, one sequence at a time: ascending (tokens, seconds)."""
 

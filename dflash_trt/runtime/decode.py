@@ -6,11 +6,12 @@ randomness that depends on (seed, position) alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
-from dflash_trt.backends.base import Array, Session
+from dflash_trt.backends.base import Array, Cache, Session
 from dflash_trt.errors import BackendError, RequestError
 from dflash_trt.runtime.acceptance import Acceptance, Choose, walk
 from dflash_trt.runtime.branching import BranchPolicy
@@ -22,7 +23,7 @@ from dflash_trt.runtime.statistics import host_time, timed
 from dflash_trt.runtime.tree import CandidateTree
 
 
-def _checked(token: np.int64) -> int:
+def checked(token: int | np.int64) -> int:
     """A token id of the target graph, which is -1 where its logits are not finite."""
     if token < 0:
         raise BackendError(
@@ -43,26 +44,21 @@ def chunk_inputs(tokens: np.ndarray, start: int) -> dict[str, np.ndarray]:
     }
 
 
-class DecodeBatch:
+class Batch(ABC):
     """Decodes some sequences to their ends: `run`, or `prefill` once, then `step` until none is active.
+
+    What the host loop (`DecodeBatch`) and the loop of whole device steps (`device_decode.DeviceDecodeBatch`) share.
 
     Args:
         target: session of the target graph.
-        drafter: session of the drafter graph; None decodes token by token.
         sequences: at most `limits.max_batch_size`, each with a prompt that passed `check_prompt`.
-        mask_token_id: fills the block behind the anchor.
-        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD).
+        speculation: whether there is a drafter, which takes the prompts' features.
     """
 
+    _target_cache: Cache
+
     def __init__(
-        self,
-        target: Session,
-        drafter: Session | None,
-        sequences: Sequence[SequenceState],
-        limits: Limits,
-        mask_token_id: int,
-        vp_drafter: Session | None = None,
-        policy: BranchPolicy | None = None,
+        self, target: Session, sequences: Sequence[SequenceState], limits: Limits, *, speculation: bool
     ) -> None:
         if not 1 <= len(sequences) <= limits.max_batch_size:
             raise RequestError(
@@ -71,16 +67,7 @@ class DecodeBatch:
         self.target = target
         self.sequences = list(sequences)
         self.limits = limits
-        longest = max(len(sequence.prompt) for sequence in sequences) + limits.step_slots
-        capacity = target.capacity_for(longest, limits.capacity)
-        self._target_cache = target.new_cache(len(sequences), capacity)
-        self._proposer = None
-        if drafter is not None:
-            shape = len(sequences), capacity, mask_token_id
-            first, second = Drafter(drafter, *shape, limits.block_size), None
-            if vp_drafter is not None and policy is not None:
-                second = Drafter(vp_drafter, *shape, limits.redraft_rows * limits.vp_block_size)
-            self._proposer = Proposer(limits, first, second, policy)
+        self._speculation = speculation
 
     @property
     def active(self) -> list[int]:
@@ -105,6 +92,71 @@ class DecodeBatch:
         with host_time([sequence.statistics for sequence in sequences.values()]):
             self._step(sequences)
 
+    @abstractmethod
+    def _step(self, sequences: dict[int, SequenceState]) -> None:
+        """One step of these rows."""
+
+    @abstractmethod
+    def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
+        """Hands the drafters the first `size` features [1, N, T*H], of the prompt's chunk behind what is committed."""
+
+    def _prefill_row(self, row: int, sequence: SequenceState) -> None:
+        cache = self._target_cache.row(row)
+        prompt = np.asarray(sequence.prompt, np.int64)
+        greedy = sequence.params.is_plain_greedy
+        wanted = ["token_ids" if greedy else "logits", *(["context_features"] if self._speculation else [])]
+        size = min(self.limits.prefill_chunk, getattr(self.target, "longest_pass", None) or len(prompt))
+        for start in range(0, len(prompt), size):
+            chunk = prompt[start : start + size]
+            outputs = self.target.run(chunk_inputs(chunk, start), wanted, cache)
+            sequence.statistics.target_passes += 1
+            if self._speculation:
+                self._inject(row, sequence, outputs["context_features"], len(chunk))
+            sequence.committed += len(chunk)
+        if greedy:
+            first = checked(outputs["token_ids"][0, 0])
+        else:
+            first = sequence.sampler.choose(outputs["logits"][0, 0], len(prompt), sequence.history)
+        sequence.emit([first])
+
+
+class DecodeBatch(Batch):
+    """The host loop: it sees what every pass gives, and so it serves whatever is asked.
+
+    Args:
+        target: session of the target graph.
+        drafter: session of the drafter graph; None decodes token by token.
+        sequences: as of `Batch`.
+        mask_token_id: fills the block behind the anchor.
+        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD).
+    """
+
+    def __init__(
+        self,
+        target: Session,
+        drafter: Session | None,
+        sequences: Sequence[SequenceState],
+        limits: Limits,
+        mask_token_id: int,
+        vp_drafter: Session | None = None,
+        policy: BranchPolicy | None = None,
+    ) -> None:
+        super().__init__(target, sequences, limits, speculation=drafter is not None)
+        longest = max(len(sequence.prompt) for sequence in sequences) + limits.step_slots
+        capacity = target.capacity_for(longest, limits.capacity)
+        self._target_cache = target.new_cache(len(sequences), capacity)
+        self._proposer = None
+        if drafter is not None:
+            shape = len(sequences), capacity, mask_token_id
+            first, second = Drafter(drafter, *shape, limits.block_size), None
+            if vp_drafter is not None and policy is not None:
+                second = Drafter(vp_drafter, *shape, limits.redraft_rows * limits.vp_block_size)
+            self._proposer = Proposer(limits, first, second, policy)
+
+    def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
+        assert self._proposer is not None
+        self._proposer.prefill(row, sequence, features, size)
+
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
         if self._proposer is None:
@@ -120,24 +172,6 @@ class DecodeBatch:
             self._target_cache = self._target_cache.resized(capacity)
             if self._proposer is not None:
                 self._proposer.resize(capacity)
-
-    def _prefill_row(self, row: int, sequence: SequenceState) -> None:
-        cache = self._target_cache.row(row)
-        prompt = np.asarray(sequence.prompt, np.int64)
-        greedy = sequence.params.is_plain_greedy
-        wanted = ["token_ids" if greedy else "logits", *(["context_features"] if self._proposer else [])]
-        for start in range(0, len(prompt), self.limits.prefill_chunk):
-            chunk = prompt[start : start + self.limits.prefill_chunk]
-            outputs = self.target.run(chunk_inputs(chunk, start), wanted, cache)
-            sequence.statistics.target_passes += 1
-            if self._proposer is not None:
-                self._proposer.prefill(row, sequence, outputs["context_features"], len(chunk))
-        sequence.committed = len(prompt)
-        if greedy:
-            first = _checked(outputs["token_ids"][0, 0])
-        else:
-            first = sequence.sampler.choose(outputs["logits"][0, 0], len(prompt), sequence.history)
-        sequence.emit([first])
 
     def _verify(self, proposals: dict[int, Proposal]) -> None:
         """One target pass over all trees, then each row's walk."""
@@ -173,7 +207,7 @@ class DecodeBatch:
         sequence = self.sequences[row]
         if sequence.params.is_plain_greedy:
             ids = outputs["token_ids"][row]
-            return lambda node, path: _checked(ids[node])
+            return lambda node, path: checked(ids[node])
         logits, first = outputs["logits"][row], sequence.committed + 1
         return lambda node, path: sequence.sampler.choose(
             logits[node], first + int(tree.depths[node]), sequence.history, path

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 from dflash_trt.backends.base import Session
 from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.export.contract import Role
 from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts
-from dflash_trt.runtime.decode import DecodeBatch
+from dflash_trt.runtime.decode import Batch, DecodeBatch
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sampling import SamplingParams
 from dflash_trt.runtime.sequence import FinishReason, SequenceState, check_prompt
 from dflash_trt.runtime.statistics import GenerationStatistics
 from dflash_trt.runtime.text import Tokenizer
 from dflash_trt.runtime.trace import Branches, StepTrace, System, Trace
+
+if TYPE_CHECKING:
+    from dflash_trt.runtime.device_decode import DeviceSlots
 
 Prompt = str | Sequence[int]
 
@@ -66,6 +69,8 @@ class Engine:
     Attributes:
         vp_drafter: of a D2SD bundle, else None.
         costs: seconds of passes by tokens, which `branches="auto"` needs; None where they were not measured.
+        device_step: whether decode steps run whole on the sessions' device where they can (torch sessions only): those
+            of plain greedy requests with speculation, a number of branches and no trace. The output is the same.
     """
 
     def __init__(
@@ -81,12 +86,22 @@ class Engine:
         system: System = "dflash",
         vp_drafter: Session | None = None,
         costs: PassCosts | None = None,
+        device_step: bool | None = None,
     ) -> None:
+        """`device_step`: None for what the target's session says is best (yes on a CUDA device).
+
+        Raises:
+            UsageError: `device_step` is asked for with sessions that are not torch's.
+        """
+        if device_step and not hasattr(target, "whole_steps"):
+            raise UsageError("needs the torch backend", where="device_step", mend="Leave it out")
         self.target, self.drafter, self.vp_drafter = target, drafter, vp_drafter
         self.tokenizer = tokenizer
         self.limits = limits
         self.system = system
         self.costs = costs
+        self.device_step = getattr(target, "whole_steps", False) if device_step is None else device_step
+        self._free_slots: list[DeviceSlots] = []
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = vocab_size
@@ -174,7 +189,7 @@ class Engine:
             raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
         return _Drafting(True, branches)
 
-    def _stream(self, sequence: SequenceState, batch: DecodeBatch, drafting: _Drafting) -> Iterator[StreamEvent]:
+    def _stream(self, sequence: SequenceState, batch: Batch, drafting: _Drafting) -> Iterator[StreamEvent]:
         characters = tokens = 0
         batch.prefill()
         while True:
@@ -199,11 +214,26 @@ class Engine:
         check_prompt(ids, self.limits, self.vocab_size)
         return SequenceState(ids, params, self.limits, self.eos_token_ids, self.tokenizer.stream(params.stop))
 
-    def _batch(self, sequences: Sequence[SequenceState], drafting: _Drafting) -> DecodeBatch:
+    def _batch(self, sequences: Sequence[SequenceState], drafting: _Drafting) -> Batch:
+        if self._steps_on_device(sequences, drafting):
+            return self._device_batch(sequences, int(drafting.branches))
         drafter = self.drafter if drafting.speculation else None
         vp_drafter = self.vp_drafter if drafting.branches else None
         policy = self._policy(drafting.branches)
         return DecodeBatch(self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter, policy)
+
+    def _steps_on_device(self, sequences: Sequence[SequenceState], drafting: _Drafting) -> bool:
+        """Everything else needs the host between the passes of a step: to sample, to weigh costs, to record."""
+        fixed = drafting.speculation and drafting.branches != "auto"
+        return self.device_step and fixed and all(s.params.is_plain_greedy and s.trace is None for s in sequences)
+
+    def _device_batch(self, sequences: Sequence[SequenceState], branches: int) -> Batch:
+        from dflash_trt.runtime.device_decode import DeviceDecodeBatch, DeviceSlots
+
+        if not self._free_slots:
+            target, drafter, vp_drafter = cast(Any, (self.target, self.drafter, self.vp_drafter))  # torch's
+            self._free_slots.append(DeviceSlots(target, drafter, vp_drafter, self.limits, self.mask_token_id))
+        return DeviceDecodeBatch(self._free_slots.pop(), sequences, branches, self._free_slots.append)
 
     def _policy(self, branches: Branches) -> BranchPolicy:
         if branches != "auto":

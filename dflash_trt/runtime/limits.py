@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dflash_trt.checkpoint.spec import Frozen
 
 
+@dataclass(frozen=True, kw_only=True)
 class Limits(Frozen):
     """All in tokens, but for max_batch_size and branches.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash_trt.checkpoint.spec import Frozen
@@ -10,6 +11,7 @@ System = Literal["dflash", "dflare", "d2sd"]
 Branches = int | Literal["auto"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class BranchTrace(Frozen):
     """One re-drafted candidate.
 
@@ -26,6 +28,7 @@ class BranchTrace(Frozen):
     confidence: tuple[float, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
 class StepTrace(Frozen):
     """One draft-verify step.
 
@@ -51,6 +54,7 @@ class StepTrace(Frozen):
     emitted: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Trace(Frozen):
     """All steps of one generation; `texts` has the text of each token id that occurs in them.
 

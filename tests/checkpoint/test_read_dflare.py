@@ -1,6 +1,7 @@
 """Reading DFlare drafters: published geometries, both dialects, and files that are DFlare in part."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 
 from dflash_trt.checkpoint.drafter import expected_tensors, parameter_count, read_drafter
 from dflash_trt.checkpoint.pair import check_pair
-from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec, TargetSpec
+from dflash_trt.checkpoint.spec import AttentionPolicy, DecoderSpec, DrafterSpec, TargetSpec
 from dflash_trt.checkpoint.target import read_target
 from dflash_trt.description import describe
 from dflash_trt.errors import CheckpointError
@@ -76,7 +77,7 @@ def test_published_geometries(hidden: int, inner: int, parameters: int) -> None:
     assert shapes[FUSION] == (7, 9)
     assert parameter_count(spec) == parameters
 
-    shared = DrafterSpec.model_fields.keys() & TargetSpec.model_fields.keys()
+    shared = {field.name for field in fields(DecoderSpec)}
     target = TargetSpec(
         **{name: getattr(spec, name) for name in shared}, family="qwen3", tie_word_embeddings=True, eos_token_ids=(0,)
     )

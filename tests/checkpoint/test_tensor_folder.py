@@ -66,6 +66,10 @@ def test_reads_every_dtype_without_copying(tmp_path: Path, dtype: str) -> None:
     assert not tensors.read("w").flags.owndata
     assert not tensors.read("w").flags.writeable
     np.testing.assert_array_equal(tensors.read("w"), value)
+    assert not tensors.bits("w").flags.owndata
+    np.testing.assert_array_equal(tensors.bits("w"), value.view(f"u{value.itemsize}"))
+    assert tensors.read_float32("w").dtype == np.float32
+    np.testing.assert_array_equal(tensors.read_float32("w"), value.astype(np.float32))
 
 
 def test_scalar_and_empty_tensors_read_back(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from traces import make_branch, make_step, make_trace
 
+from dflash_trt.documents import to_json
+
 TRACE = make_trace(
     [
         make_step((2, 3, 4), (2, 3, 9), [make_branch(0, (8, 8, 8), 0.5), make_branch(2, (7,), 0.125)]),
@@ -22,7 +24,7 @@ NAMES = ("staircase", "acceptance", "calibration")
 @pytest.fixture
 def trace(tmp_path) -> Path:
     file = tmp_path / "run[1].json"
-    file.write_text(TRACE.model_dump_json())
+    file.write_text(to_json(TRACE))
     return file
 
 
@@ -59,7 +61,7 @@ def test_the_tables_say_the_same(run_cli, trace, tmp_path):
 @pytest.mark.parametrize("system", ["dflash", "dflare"])
 def test_a_chain_has_no_branches_to_tell_of(run_cli, tmp_path, system):
     file = tmp_path / "chain.json"
-    file.write_text(make_trace([make_step((2, 3), (2, 9))], system=system).model_dump_json())
+    file.write_text(to_json(make_trace([make_step((2, 3), (2, 9))], system=system)))
     code, out, _ = run_cli("inspect", file)
     assert code == 0
     assert f"{system}, K = 0" in out
@@ -69,7 +71,7 @@ def test_a_chain_has_no_branches_to_tell_of(run_cli, tmp_path, system):
 
 def test_a_trace_without_steps_has_no_pictures(run_cli, tmp_path):
     file = tmp_path / "empty.json"
-    file.write_text(make_trace([]).model_dump_json())
+    file.write_text(to_json(make_trace([])))
     assert json.loads(run_cli("inspect", file, "--json").out)["figures"] == []
     assert run_cli("inspect", file).code == 0
     assert list(tmp_path.iterdir()) == [file]
@@ -133,7 +135,7 @@ def test_other_files_are_refused(run_cli, tmp_path, content, words):
 
 def _edited(**changes: object) -> dict:
     """The trace, with fields of its second step replaced; None removes one."""
-    values = json.loads(TRACE.model_dump_json())
+    values = json.loads(to_json(TRACE))
     step = values["steps"][1]
     step.update(changes)
     for name in [name for name, value in changes.items() if value is None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -58,7 +59,7 @@ TRACES = {
     ),
     "one branch twice": lambda: make_trace([make_step((2, 3), (7, 9), [make_branch(0, (2, 3)), make_branch(1, (3,))])]),
     "odd texts": lambda: simulated_trace(4, texts=ODD_TEXTS * 6),
-    "no texts": lambda: simulated_trace(5).model_copy(update={"texts": {}}),
+    "no texts": lambda: replace(simulated_trace(5), texts={}),
     "certain": lambda: make_trace([make_step((2, 3), (2, 3, 4), confidence=(1.0, 1.0005))]),
 }
 

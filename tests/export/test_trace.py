@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_a_bfloat16_graph_says_so_at_its_borders() -> None:
 
 
 def changed(graph: GraphSpec, **changes: Any) -> GraphSpec:
-    return graph.model_copy(update=changes)
+    return replace(graph, **changes)
 
 
 def mismatches() -> dict[str, Any]:
@@ -175,7 +176,7 @@ def mismatches() -> dict[str, Any]:
 
 
 def _reshaped(spec: TensorSpec, axis: int, size: int) -> TensorSpec:
-    return spec.model_copy(update={"shape": (*spec.shape[:axis], size, *spec.shape[axis + 1 :])})
+    return replace(spec, shape=(*spec.shape[:axis], size, *spec.shape[axis + 1 :]))
 
 
 @pytest.mark.parametrize("name", mismatches())

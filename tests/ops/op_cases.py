@@ -14,7 +14,15 @@ import torch
 from hypothesis import strategies as st
 from onnx import helper
 
-from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
+from dflash_trt.ops import (
+    DOMAIN,
+    OPSET,
+    VERSION,
+    kv_injection,
+    kv_injection_onnx,
+    staircase_attention,
+    staircase_attention_onnx,
+)
 
 ONNX_FLOAT = {
     "float32": onnx.TensorProto.FLOAT,
@@ -54,7 +62,7 @@ class AttentionCase:
         return {name: getattr(self, name) for name in names}
 
     def overload(self) -> str:
-        return staircase_attention.overload(self.sinks is not None, self.sliding_window, self.softcap)
+        return staircase_attention_onnx.overload(self.sinks is not None, self.sliding_window, self.softcap)
 
     def rounded(self, dtype: torch.dtype) -> AttentionCase:
         """The same case with values that `dtype` represents, still held in float32."""
@@ -183,6 +191,14 @@ class InjectionCase:
     value_cache: np.ndarray
     eps: float = 0.03  # unlike the default of RMSNormalization
 
+    @property
+    def rotary(self) -> int:
+        """Components of a key that rotate."""
+        return 2 * self.cos.shape[1]
+
+    def overload(self) -> str:
+        return kv_injection_onnx.overload(self.key_norm_weight is not None, self.rotary < self.key.shape[-1])
+
     def inputs(self) -> list[np.ndarray | None]:
         """In the operator's order."""
         return [
@@ -197,14 +213,14 @@ class InjectionCase:
 
 
 def injection_case(
-    seed: int, batch: int, kv_heads: int, rows: int, dim: int, max_start: int, slack: int, norm: bool
+    seed: int, batch: int, kv_heads: int, rows: int, dim: int, max_start: int, slack: int, norm: bool, passing: int = 0
 ) -> InjectionCase:
-    """Every row of the batch starts at a slot of its own; positions may repeat."""
+    """Every row of the batch starts at a slot of its own; positions may repeat. `passing` components do not rotate."""
     rng = np.random.default_rng(seed)
     write_start = rng.integers(0, max_start + 1, batch)
     cache = (batch, kv_heads, int(write_start.max()) + rows + slack, dim)
     max_pos = max_start + rows + 3
-    angles = np.arange(max_pos)[:, None] * (10.0 ** -np.arange(dim // 2))
+    angles = np.arange(max_pos)[:, None] * (10.0 ** -np.arange((dim - passing) // 2))
     return InjectionCase(
         key=rng.standard_normal((batch, rows, kv_heads, dim)).astype(np.float32),
         value=rng.standard_normal((batch, rows, kv_heads, dim)).astype(np.float32),
@@ -229,6 +245,7 @@ def injections() -> st.SearchStrategy[InjectionCase]:
         max_start=st.integers(0, 12),
         slack=st.integers(0, 5),
         norm=st.booleans(),
+        passing=st.sampled_from((0, 0, 2)),
     )
 
 
@@ -243,21 +260,28 @@ def injection_formula(case: InjectionCase) -> tuple[np.ndarray, np.ndarray]:
                 key = case.key[b, i, h].astype(np.float64)
                 if case.key_norm_weight is not None:
                     key = key / math.sqrt(float(key @ key) / dim + case.eps) * case.key_norm_weight
-                for d in range(dim // 2):
+                half = case.rotary // 2
+                for d in range(half):
                     cos, sin = float(case.cos[position, d]), float(case.sin[position, d])
-                    first, second = key[d], key[d + dim // 2]
+                    first, second = key[d], key[d + half]
                     keys[b, h, slot, d] = first * cos - second * sin
-                    keys[b, h, slot, d + dim // 2] = second * cos + first * sin
+                    keys[b, h, slot, d + half] = second * cos + first * sin
+                keys[b, h, slot, case.rotary :] = key[case.rotary :]
                 values[b, h, slot] = case.value[b, i, h]
     return keys, values
 
 
 def injection_reference(case: InjectionCase, dtype: torch.dtype = torch.float32) -> tuple[np.ndarray, np.ndarray]:
-    """The eager reference of the package, on copies of the caches."""
-    tensors = _tensors(case.inputs(), dtype)
-    tensors[4], tensors[5] = torch.from_numpy(case.cos), torch.from_numpy(case.sin)  # float32 always
-    keys, values = kv_injection.kv_injection(*tensors, case.eps)
+    """The eager operator of the package, on copies of the caches."""
+    keys, values = kv_injection.kv_injection(*injection_tensors(case, dtype), case.eps)
     return keys.float().numpy(), values.float().numpy()
+
+
+def injection_tensors(case: InjectionCase, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Copies of the inputs, floats in `dtype` but for the tables."""
+    tensors = _tensors(case.inputs(), dtype)
+    tensors[4], tensors[5] = torch.from_numpy(case.cos), torch.from_numpy(case.sin)
+    return tensors
 
 
 def _tensors(arrays: list[np.ndarray | None], dtype: torch.dtype) -> list[Any]:
@@ -323,8 +347,8 @@ def attention_model(
     overload: str, scale: float, sliding_window: int, causal: int, softcap: float, dtype: str
 ) -> onnx.ModelProto:
     return one_node_model(
-        staircase_attention.schema(),
-        staircase_attention.function_body(overload),
+        staircase_attention_onnx.schema(),
+        staircase_attention_onnx.function_body(overload),
         overload,
         None if "sinks" in overload else "sinks",
         {"scale": scale, "sliding_window": sliding_window, "causal": causal, "softcap": softcap},
@@ -333,11 +357,10 @@ def attention_model(
 
 
 @cache
-def injection_model(norm: bool, eps: float, dtype: str) -> onnx.ModelProto:
-    overload = kv_injection.overload(norm)
-    function = kv_injection.function_body(overload)
-    absent = None if norm else "key_norm_weight"
-    return one_node_model(kv_injection.schema(), function, overload, absent, {"eps": eps}, dtype)
+def injection_model(overload: str, eps: float, dtype: str) -> onnx.ModelProto:
+    function = kv_injection_onnx.function_body(overload)
+    absent = "key_norm_weight" if "no_norm" in overload else None
+    return one_node_model(kv_injection_onnx.schema(), function, overload, absent, {"eps": eps}, dtype)
 
 
 def ort_session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -367,11 +390,11 @@ def attention_body(case: AttentionCase, dtype: str = "float32") -> np.ndarray:
     """The function body, run by ONNX Runtime."""
     attributes = case.attributes()
     session = _attention_session(case.overload(), *attributes.values(), dtype)
-    return session.run(None, named_inputs(staircase_attention.schema(), case.inputs()))[0]
+    return session.run(None, named_inputs(staircase_attention_onnx.schema(), case.inputs()))[0]
 
 
 def injection_body(case: InjectionCase, dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
     """The function body, run by ONNX Runtime."""
-    session = _injection_session(case.key_norm_weight is not None, case.eps, dtype)
-    keys, values = session.run(None, named_inputs(kv_injection.schema(), case.inputs()))
+    session = _injection_session(case.overload(), case.eps, dtype)
+    keys, values = session.run(None, named_inputs(kv_injection_onnx.schema(), case.inputs()))
     return keys, values

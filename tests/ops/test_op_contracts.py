@@ -21,12 +21,12 @@ from op_cases import (
     ort_session,
 )
 
-from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
+from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, kv_injection_onnx, staircase_attention_onnx
 
 OVERLOADS: list[tuple[Any, str]] = [
-    *((kv_injection, overload) for overload in ("", "no_norm")),
+    *((kv_injection_onnx, overload) for overload in ("", "no_norm", "partial", "no_norm_partial")),
     *(
-        (staircase_attention, staircase_attention.overload(sinks, window, softcap))
+        (staircase_attention_onnx, staircase_attention_onnx.overload(sinks, window, softcap))
         for sinks in (False, True)
         for window in (0, 1)
         for softcap in (0.0, 1.0)
@@ -49,6 +49,20 @@ def attention_arguments(sinks: bool = False, window: int = 0, softcap: float = 0
 def test_kv_injection_is_a_proper_custom_op(norm: bool) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.dflash_trt.kv_injection.default, injection_arguments(norm), test_utils=tests)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_kv_injection_in_place_is_a_proper_custom_op(counted: bool) -> None:
+    arguments = (*injection_arguments(), torch.tensor([3, 1]) if counted else None)
+    torch.library.opcheck(torch.ops.dflash_trt.kv_injection_.default, arguments)
+
+
+@pytest.mark.parametrize("name", ["kv_injection_", "kv_injection"])
+def test_keys_that_do_not_fit_the_cache_are_refused_while_tracing(name: str) -> None:
+    arguments = [value.to("meta") if torch.is_tensor(value) else value for value in injection_arguments()]
+    arguments[0] = arguments[0][:, :, :1]
+    with pytest.raises(ValueError, match="do not fit a cache of 2 heads of size 8"):
+        getattr(torch.ops.dflash_trt, name)(*arguments)
 
 
 @pytest.mark.parametrize("sinks", [True, False])
@@ -118,17 +132,17 @@ def test_function_body_declares_what_the_schema_does(op: Any, overload: str) -> 
 @pytest.fixture
 def registered() -> Any:
     """Both schemas known to onnx, so that its checker holds calls against them."""
-    for op in (kv_injection, staircase_attention):
+    for op in (kv_injection_onnx, staircase_attention_onnx):
         onnx.defs.register_schema(op.schema())
     yield
-    for op in (kv_injection, staircase_attention):
+    for op in (kv_injection_onnx, staircase_attention_onnx):
         onnx.defs.deregister_schema(op.NAME, VERSION, DOMAIN)
 
 
 def models() -> list[Callable[[], onnx.ModelProto]]:
     return [
-        lambda: injection_model(True, 1e-5, "float32"),
-        lambda: injection_model(False, 1e-5, "float16"),
+        lambda: injection_model("", 1e-5, "float32"),
+        lambda: injection_model("no_norm_partial", 1e-5, "float16"),
         lambda: attention_model("", 0.5, 0, 1, 0.0, "float32"),
         lambda: attention_model("window_softcap_sinks", 0.5, 4, 0, 2.0, "bfloat16"),
     ]
@@ -143,9 +157,9 @@ def test_checker_accepts_calls(index: int) -> None:
 @pytest.mark.parametrize(
     ("op", "attributes"),
     [
-        (kv_injection, {}),
-        (staircase_attention, {"scale": 1.0, "sliding_window": 0, "causal": 1}),
-        (staircase_attention, {"scale": 1.0, "sliding_window": 0, "causal": 1, "softcap": 0.0, "unknown": 1}),
+        (kv_injection_onnx, {}),
+        (staircase_attention_onnx, {"scale": 1.0, "sliding_window": 0, "causal": 1}),
+        (staircase_attention_onnx, {"scale": 1.0, "sliding_window": 0, "causal": 1, "softcap": 0.0, "unknown": 1}),
     ],
 )
 @pytest.mark.usefixtures("registered")
@@ -159,7 +173,7 @@ def test_checker_refuses_missing_and_unknown_attributes(op: Any, attributes: dic
 @pytest.mark.parametrize("inlined", [False, True])
 def test_overloads_mix_in_one_graph(inlined: bool) -> None:
     """A model with windowed and full layers carries two bodies of one operator."""
-    schema = staircase_attention.schema()
+    schema = staircase_attention_onnx.schema()
     names = ["" if parameter.name == "sinks" else f"in_{parameter.name}" for parameter in schema.inputs]
     common = {"domain": DOMAIN, "scale": 0.7, "causal": 0, "softcap": 0.0}
     nodes = [
@@ -170,7 +184,7 @@ def test_overloads_mix_in_one_graph(inlined: bool) -> None:
     outputs = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None] * 3) for name in ("full", "windowed")]
     model = helper.make_model(
         helper.make_graph(nodes, "mixed", single.graph.input, outputs),
-        functions=[staircase_attention.function_body(overload) for overload in ("", "window")],
+        functions=[staircase_attention_onnx.function_body(overload) for overload in ("", "window")],
         opset_imports=single.opset_import,
         ir_version=11,
     )

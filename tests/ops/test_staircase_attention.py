@@ -22,7 +22,7 @@ from op_cases import (
     shapes,
 )
 
-from dflash_trt.ops import staircase_attention
+from dflash_trt.ops import staircase_attention_onnx
 
 OVERLOADS = (
     "",
@@ -98,7 +98,7 @@ def test_standard_attention_in_bfloat16(overload: str) -> None:
         case = attention_case(seed, **features(overload)).rounded(torch.bfloat16)
         model = attention_model(overload, *case.attributes().values(), "bfloat16")
         evaluator = onnx.reference.ReferenceEvaluator(model)
-        out = evaluator.run(None, named_inputs(staircase_attention.schema(), case.inputs()))[0]
+        out = evaluator.run(None, named_inputs(staircase_attention_onnx.schema(), case.inputs()))[0]
         np.testing.assert_allclose(out, attention_reference(case, torch.bfloat16), rtol=4e-2, atol=4e-2)
 
 
@@ -168,12 +168,12 @@ def test_function_body_ignores_what_nobody_sees(overload: str, causal: int, shap
     [(False, 0, 0.0, ""), (True, 0, 0.0, "sinks"), (False, 4, 0.0, "window"), (True, 4, 2.0, "window_softcap_sinks")],
 )
 def test_overload_names(has_sinks: bool, window: int, softcap: float, expected: str) -> None:
-    assert staircase_attention.overload(has_sinks, window, softcap) == expected
+    assert staircase_attention_onnx.overload(has_sinks, window, softcap) == expected
 
 
 def test_overloads_cover_all_features() -> None:
     assert set(OVERLOADS) == {
-        staircase_attention.overload(sinks, window, softcap)
+        staircase_attention_onnx.overload(sinks, window, softcap)
         for sinks in (False, True)
         for window in (0, 1)
         for softcap in (0.0, 1.0)

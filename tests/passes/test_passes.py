@@ -12,7 +12,7 @@ from export.small_pair import Graph, Kind, assert_same, copy_model, model_bytes,
 
 from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.errors import ExportError
-from dflash_trt.ops import DOMAIN, OPSET, VERSION, staircase_attention
+from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
@@ -70,6 +70,33 @@ def test_attach_leaves_out_the_norm_of_llama() -> None:
     graph = small_pair(Kind(family="llama", tie=False, windows=False, stored="bfloat16")).target
     keys = {key[1:] for key in graph.portable().functions if key[0] == DOMAIN}
     assert keys == {("KVInjection", "no_norm"), ("StaircaseAttention", "")}
+
+
+def injections(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph.all_nodes() if node.op_type == kv_injection.NAME]
+
+
+def with_table(graph: Graph, shape: tuple[int | str, int | str]) -> ir.Model:
+    """The traced graph with rotary tables of another shape."""
+    model = copy_model(graph.traced)
+    for node in injections(model):
+        cos = node.inputs[4]
+        assert cos is not None
+        cos.shape = ir.Shape(shape)
+    return model
+
+
+def test_attach_tells_heads_that_rotate_in_part(graph: Graph) -> None:
+    for half, overload in ((graph.spec.head_dim // 2, ""), (graph.spec.head_dim // 2 - 1, "partial")):
+        model = with_table(graph, (64, half))
+        AttachFunctions()(model)
+        assert {node.overload for node in injections(model)} == {overload}
+
+
+@pytest.mark.parametrize(("half", "message"), [(9, "rotate 18 of 16"), ("H", "dimension 1 of input .* is not known")])
+def test_attach_refuses_tables_it_cannot_place(graph: Graph, half: int | str, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        AttachFunctions()(with_table(graph, (64, half)))
 
 
 def test_attach_refuses_an_operator_without_a_body(graph: Graph) -> None:
