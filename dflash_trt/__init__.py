@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash_trt.loading import Device
     from dflash_trt.pipeline import BuildResult
     from dflash_trt.runtime.engine import Engine
 
@@ -27,13 +28,14 @@ def build(**options: Any) -> BuildResult:
     return run(BuildConfig.from_options(**options))
 
 
-def load(bundle: str | Path, *, threads: int = 0) -> Engine:
+def load(bundle: str | Path, *, threads: int = 0, device: Device = "cpu") -> Engine:
     """Opens a bundle for generation, after checking versions, sizes and hashes.
 
     Args:
         bundle: the folder `build` wrote.
         threads: CPU threads of the backend; 0 lets it choose.
+        device: "cuda" runs a bundle of the torch backend on a GPU, with the kernels.
     """
     from dflash_trt.loading import load_engine
 
-    return load_engine(Path(bundle), threads=threads)
+    return load_engine(Path(bundle), threads=threads, device=device)

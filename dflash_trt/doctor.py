@@ -13,6 +13,8 @@ from dflash_trt import __version__
 from dflash_trt.backends.base import BACKENDS
 from dflash_trt.bundle import installed_version
 from dflash_trt.config import BackendName
+from dflash_trt.errors import BackendError
+from dflash_trt.native import library_facts, library_path
 
 PACKAGES = (
     "torch",
@@ -24,6 +26,7 @@ PACKAGES = (
     "safetensors",
     "polygraphy",
     "numpy",
+    "triton",
     "tensorrt",
     "tensorrt-rtx-cu13",
     "tensorrt-llm",
@@ -42,7 +45,17 @@ def examine() -> dict[str, Any]:
         "tools": {name: shutil.which(name) for name in ("nvcc", "cmake", "g++")},
         "gpus": _gpus(),
         "backends": _backends(),
+        "plugins": _plugins(),
     }
+
+
+def _plugins() -> dict[str, Any]:
+    """The TensorRT plugin library, if it was built, and what with."""
+    try:
+        path = library_path()
+        return {"built": True, "path": str(path), **library_facts(path)}
+    except BackendError as error:
+        return {"built": False, "note": error.message()}
 
 
 def _gpus() -> list[dict[str, str]]:

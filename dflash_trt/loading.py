@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal, get_args
 
 from dflash_trt import __version__
 from dflash_trt.backends.base import Session
@@ -14,22 +15,31 @@ from dflash_trt.export.contract import Role
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.text import Tokenizer
 
+Device = Literal["cpu", "cuda"]
 
-def load_engine(folder: Path, *, threads: int = 0) -> Engine:
+
+def load_engine(folder: Path, *, threads: int = 0, device: Device = "cpu") -> Engine:
     """Opens the bundle in `folder`.
+
+    Args:
+        threads: of a CPU; 0 lets the backend choose.
+        device: where to run; "cuda" is for bundles of the torch backend.
 
     Raises:
         BundleError: missing, damaged, or from another version. BackendError: its backend cannot run here.
+        UsageError: a device its backend does not have.
     """
-    return open_engine(folder, open_info(folder), threads=threads)
+    return open_engine(folder, open_info(folder), threads=threads, device=device)
 
 
-def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0) -> Engine:
+def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0, device: Device = "cpu") -> Engine:
     """Opens a bundle whose files were checked, or just written."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if not 0 <= threads <= most:
         raise UsageError(f"{threads} must be 0 (the backend chooses) to {most}", where="--threads", mend="Use fewer")
-    sessions = {role: open_session(folder, info, role, threads=threads) for role in info.roles}
+    if device not in get_args(Device):
+        raise UsageError(f"{device} must be cpu or cuda", where="--device", mend="Choose one of them")
+    sessions = {role: open_session(folder, info, role, threads=threads, device=device) for role in info.roles}
     return Engine(
         sessions["target"],
         sessions["drafter"],
@@ -72,35 +82,44 @@ def _release(version: str, name: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
-def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0) -> Session:
+def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0, device: Device = "cpu") -> Session:
     """Opens one graph of a bundle with the backend it was built for."""
     record = info.graphs[role]
     if info.backend == "onnxruntime":
+        if device != "cpu":
+            mend = "Leave it out, or build with --backend torch"
+            raise UsageError(f"onnxruntime bundles run on the CPU, not on {device}", where="--device", mend=mend)
         from dflash_trt.backends.onnxruntime import OrtSession
 
         assert record.model is not None
         return OrtSession(folder / record.model, record.spec, threads=threads)
     if info.backend == "torch":
-        return reference_session(folder, info, role, threads=threads)
+        return reference_session(folder, info, role, threads=threads, device=device)
     raise BackendError(f"backend {info.backend} cannot run in this version", where=str(folder))
 
 
-def reference_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0) -> Session:
+def reference_session(
+    folder: Path, info: BundleInfo, role: Role, *, threads: int = 0, device: Device = "cpu"
+) -> Session:
     """The same graph in the torch reference, from the bundle's own weights."""
     import torch
 
     from dflash_trt.backends.torch import TorchSession
     from dflash_trt.modeling.load import load_drafter, load_target
 
+    if device == "cuda" and not torch.cuda.is_available():
+        mend = "Leave it out, or install a CUDA build of torch and a driver"
+        raise BackendError("torch sees no CUDA GPU here", where="--device cuda", mend=mend)
     if threads:
         torch.set_num_threads(threads)
     positions, dtype = info.limits.capacity, info.precision
     target = _weights(folder, info, "target")
     if role == "target":
-        return TorchSession(load_target(info.target, info.taps, target, positions, dtype), info.graphs[role].spec)
+        module = load_target(info.target, info.taps, target, positions, dtype)
+        return TorchSession(module, info.graphs[role].spec, device)
     own = _weights(folder, info, role)
     drafter = load_drafter(info.drafter_of(role), own, info.target, target, positions, dtype)
-    return TorchSession(drafter, info.graphs[role].spec)
+    return TorchSession(drafter, info.graphs[role].spec, device)
 
 
 def _weights(folder: Path, info: BundleInfo, role: Role) -> TensorFolder:

@@ -49,6 +49,10 @@ class Session(Protocol):
     graph: GraphSpec
     fixed_shapes: bool
     """Whether decode steps must always bring the bundle's full block and tree sizes, padded."""
+    longest_pass: int | None
+    """New tokens a pass may have at most, a prompt's chunk too; None for any number."""
+    whole_steps: bool | None
+    """Whether greedy steps are best run whole on the device (`runtime/device_step.py`); None: they cannot be."""
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """A zeroed cache."""

@@ -45,6 +45,8 @@ class OrtSession:
     """A graph opened in ONNX Runtime (see `backends.base.Session`)."""
 
     fixed_shapes = False
+    longest_pass: int | None = None
+    whole_steps: bool | None = None
 
     def __init__(self, model: Path, graph: GraphSpec, threads: int = 0) -> None:
         """Opens `model`; `threads` 0 lets ONNX Runtime take one per physical core."""

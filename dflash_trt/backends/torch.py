@@ -38,13 +38,7 @@ class TorchCache:
 
 
 class TorchSession:
-    """A module run eagerly (see `backends.base.Session`).
-
-    Attributes:
-        whole_steps: whether greedy decode steps are best run whole on the device, as a captured CUDA graph
-            (`runtime/device_step.py`).
-        longest_pass: tokens a pass may have at most, a prompt's chunk too; None for any number.
-    """
+    """A module run eagerly (see `backends.base.Session`); on CUDA whole steps are best, as captured graphs."""
 
     fixed_shapes = False
 
@@ -52,7 +46,7 @@ class TorchSession:
         self.graph = graph
         self.device = device
         self.module = module.to(device).eval()
-        self.whole_steps = torch.device(device).type == "cuda"
+        self.whole_steps: bool | None = torch.device(device).type == "cuda"
         self.longest_pass: int | None = None
         if self.whole_steps:
             from dflash_trt.ops.cuda import register

@@ -15,6 +15,7 @@ import click
 from dflash_trt.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
+    from dflash_trt.loading import Device
     from dflash_trt.runtime.engine import Engine, Generation
     from dflash_trt.runtime.trace import Branches
 
@@ -48,6 +49,7 @@ _BRANCHES = _BranchCount()
 @click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
 @click.option("--chat/--no-chat", default=False, show_default=True, help="Put the prompt into the chat template.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 lets the backend choose.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to run.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Record every step in this file, for `inspect`.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
@@ -58,6 +60,7 @@ def command(
     speculation: bool,
     chat: bool,
     threads: int,
+    device: Device,
     trace: Path | None,
     as_json: bool,
     **sampling: Any,
@@ -75,7 +78,7 @@ def command(
     from dflash_trt.documents import to_json
     from dflash_trt.loading import load_engine
 
-    engine = load_engine(bundle, threads=threads)
+    engine = load_engine(bundle, threads=threads, device=device)
     tokens = _encode(engine, text, chat)
     started = time.perf_counter()
     generation = None

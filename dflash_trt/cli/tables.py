@@ -137,6 +137,9 @@ def print_doctor(findings: dict[str, Any]) -> None:
     table.add_row("tools", ", ".join(f"{n} {p or 'missing'}" for n, p in findings["tools"].items()))
     for name, backend in findings["backends"].items():
         table.add_row(f"backend {name}", "usable" if backend["usable"] else f"no: {backend['note']}")
+    plugins = findings["plugins"]
+    built = plugins["built"] and f"{plugins['path']}, TensorRT {plugins['tensorrt']}, triton {plugins['triton']}"
+    table.add_row("plugin library", built or f"no: {plugins['note']}")
     _console().print(table)
 
 

@@ -105,7 +105,7 @@ class Batch(ABC):
         prompt = np.asarray(sequence.prompt, np.int64)
         greedy = sequence.params.is_plain_greedy
         wanted = ["token_ids" if greedy else "logits", *(["context_features"] if self._speculation else [])]
-        size = min(self.limits.prefill_chunk, getattr(self.target, "longest_pass", None) or len(prompt))
+        size = min(self.limits.prefill_chunk, self.target.longest_pass or len(prompt))
         for start in range(0, len(prompt), size):
             chunk = prompt[start : start + size]
             outputs = self.target.run(chunk_inputs(chunk, start), wanted, cache)

@@ -93,14 +93,14 @@ class Engine:
         Raises:
             UsageError: `device_step` is asked for with sessions that are not torch's.
         """
-        if device_step and not hasattr(target, "whole_steps"):
+        if device_step and target.whole_steps is None:
             raise UsageError("needs the torch backend", where="device_step", mend="Leave it out")
         self.target, self.drafter, self.vp_drafter = target, drafter, vp_drafter
         self.tokenizer = tokenizer
         self.limits = limits
         self.system = system
         self.costs = costs
-        self.device_step = getattr(target, "whole_steps", False) if device_step is None else device_step
+        self.device_step = bool(target.whole_steps) if device_step is None else device_step
         self._free_slots: list[DeviceSlots] = []
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)

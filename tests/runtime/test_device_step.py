@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -403,7 +404,7 @@ def test_a_prompt_in_passes_the_session_can_take(tmp_path: Path, longest: int) -
     engine = engine_of(tmp_path, "d2sd", prefill_chunk=6)
     prompt = prompts_of(engine, 13)[0]
     expected = engine.generate(prompt, max_tokens=10).token_ids
-    engine.target.longest_pass = longest  # type: ignore[attr-defined]
+    engine.target.longest_pass = longest
     for output in both(engine, lambda own: [own.generate(prompt, max_tokens=10)]):
         assert output[0].token_ids == expected
         chunks = -(-13 // min(longest, 6))
@@ -518,7 +519,7 @@ def test_what_needs_the_host_runs_in_the_host_loop(
 def test_sessions_that_cannot(tmp_path: Path) -> None:
     own = engine_of(tmp_path, "dflash")
     rest = {"mask_token_id": 8, "eos_token_ids": (), "vocab_size": 9}
-    other: Any = object()
+    other: Any = SimpleNamespace(whole_steps=None)
     with pytest.raises(UsageError, match="device_step: needs the torch backend"):
         Engine(other, own.drafter, own.tokenizer, own.limits, device_step=True, **rest)
     assert not Engine(other, own.drafter, own.tokenizer, own.limits, **rest).device_step
@@ -554,7 +555,7 @@ def test_each_step_is_captured_once_and_replayed(tmp_path: Path, monkeypatch: py
         return graphs[-1]
 
     monkeypatch.setattr(device_step, "captured", captured)
-    engine.target.whole_steps = True  # type: ignore[attr-defined]
+    engine.target.whole_steps = True
     engine.device_step = True
     steps = 0
     for sizes, branches in (((3,), 4), ((8,), 4), ((3, 8), 4), ((9,), 4), ((9,), 1), ((4, 4), 4)):
