@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# Kernels run in Triton's interpreter, which is decided when triton is imported; transformers' models import it.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import io
 import shutil
 from collections.abc import Callable

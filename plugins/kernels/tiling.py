@@ -72,7 +72,8 @@ def tiles(cc: int, head_dim: int, itemsize: int = 2, masked: bool = False) -> li
         Tile(64, 64, 4 if large or dim <= 64 else 8, stages, local),
     ]
     if not masked and (large or dim <= 64):
-        available.append(Tile(128, 128 if cc == 90 else 64, 8, 3 if cc == 100 else 2, local))
+        wide = cc == 90 and not padded
+        available.append(Tile(128, 128 if wide else 64, 8, 3 if large and not wide else 2, local))
     return available
 
 

@@ -53,7 +53,9 @@ int dflash_trt_accept_path(const void* tokens, const void* choices, const void* 
                            void* stream) {
   return guardedCall("dflash_trt_accept_path", [&] {
     requireAtLeast(0, "batch", batch);
-    requireAtLeast(1, "path_capacity", path_capacity);
+    // The kernel fills what is behind the path, and one program has as many threads for that as nodes.
+    require(path_capacity >= 1 && path_capacity <= kMaxNodes, "path_capacity is ", path_capacity,
+            "; it must be from 1 to ", kMaxNodes);
     require(nodes >= 1 && nodes <= kMaxNodes, "nodes is ", nodes, "; it must be from 1 to ", kMaxNodes);
     launchAcceptPath(kernelFor("accept_path"),
                      {tokens, choices, visibility, parents, path, path_len, bonus, nodes, path_capacity}, batch,

@@ -14,6 +14,7 @@ from typing import Any
 
 import native
 import pytest
+
 from dflash_trt.plugins.kernels import tiling
 
 SMS = 132

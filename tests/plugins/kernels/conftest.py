@@ -1,0 +1,1 @@
+import interpreter  # noqa: F401 - before a test imports kernels
