@@ -595,6 +595,7 @@ def test_the_c_api_refuses_what_it_cannot_do(built: native.Built) -> None:
         built,
         [
             ("accept_path", [*good, 1, 129, 16, [0]]),
+            ("accept_path", [*good, 1, 70, 129, [0]]),
             ("accept_path", [*good, -1, 70, 16, [0]]),
             ("accept_path", [[0], *good[1:], 1, 70, 16, [0]]),
             ("accept_path", [*good[:6], [0x7008], 1, 70, 16, [0]]),
@@ -605,6 +606,7 @@ def test_the_c_api_refuses_what_it_cannot_do(built: native.Built) -> None:
     )
     assert [line["error"] for line in events(lines, "call")] == [
         "dflash_trt_accept_path: nodes is 129; it must be from 1 to 128",
+        "dflash_trt_accept_path: path_capacity is 129; it must be from 1 to 128",
         "dflash_trt_accept_path: batch is -1; it must be at least 0",
         "dflash_trt_accept_path: tokens is null",
         "dflash_trt_accept_path: bonus is at 0x7008, which is not a multiple of 16",
@@ -613,7 +615,7 @@ def test_the_c_api_refuses_what_it_cannot_do(built: native.Built) -> None:
         "(2147483647 x 65535 x 65535)",
         "",
     ]
-    assert [line["status"] for line in events(lines, "call")] == [1] * 6 + [0]
+    assert [line["status"] for line in events(lines, "call")] == [1] * 7 + [0]
 
 
 def test_a_failing_cuda_call_is_an_error_of_the_c_api(built: native.Built) -> None:

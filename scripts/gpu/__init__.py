@@ -1,0 +1,1 @@
+"""The parts of `scripts/gpu_check.py`: what one command measures and checks on a machine with a GPU."""
