@@ -38,6 +38,7 @@ ARCHITECTURES = tuple(SHARED_MEMORY)
 HEAD_DIMS = (64, 96, 128, 256)
 HALVES = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
+MAX_REGISTERS = 255
 SOFTCAP_ROWS = 64  # capped logits are rare enough for one tile size
 
 _FLOATS = {"eps", "scale", "softcap"}
@@ -127,8 +128,11 @@ def signature(variant: Variant) -> dict[str, str]:
     return types
 
 
-def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
+def compile_variant(variant: Variant, registers: int | None = None) -> tuple[bytes, dict[str, Any]]:
     """The cubin, and its entry of the registry.
+
+    Args:
+        registers: what a thread may use; None leaves it to the compiler.
 
     Raises:
         RuntimeError: what the launch by hand relies on does not hold, or the variant does not fit.
@@ -138,6 +142,8 @@ def compile_variant(variant: Variant) -> tuple[bytes, dict[str, Any]]:
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(_FUNCTIONS[variant.kernel], types, constexprs=dict(variant.constexprs), attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    if registers is not None:
+        options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", variant.compute_capability, 32), options=options)
     image, metadata = compiled.asm["cubin"], compiled.metadata
     for name in ("global_scratch_size", "profile_scratch_size"):
@@ -166,10 +172,15 @@ def resource_usage(cubin: Path) -> dict[str, int]:
 
 def _build(work: tuple[Variant, Path]) -> dict[str, Any]:
     variant, folder = work
-    image, entry = compile_variant(variant)
     path = folder / variant.file_name
-    path.write_bytes(image)
-    return entry | resource_usage(path)
+    for registers in (None, MAX_REGISTERS):
+        image, entry = compile_variant(variant, registers)
+        path.write_bytes(image)
+        usage = resource_usage(path)
+        # left alone, the compiler may spill some bytes for the sake of one more program on a multiprocessor
+        if not usage["spill_bytes"]:
+            break
+    return entry | usage
 
 
 def write_sources(output: Path, entries: list[dict[str, Any]]) -> None:

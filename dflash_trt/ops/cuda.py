@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from dflash_trt.errors import BackendError
 from dflash_trt.ops.library import LIBRARY
 
@@ -44,12 +46,14 @@ def _launchers() -> dict[str, Callable[..., Any]]:
 
 
 def _refusing(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher, whose refusals (ValueError) reach the user as every other error of a backend does."""
+    """The launcher on its tensors' device; its refusals (ValueError) reach the user as other errors of a backend do."""
 
     @functools.wraps(launch)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
         try:
-            return launch(*args, **kwargs)
+            with torch.cuda.device_of(first):  # triton launches on the current one
+                return launch(*args, **kwargs)
         except ValueError as error:
             raise BackendError(str(error), where=_WHERE, mend="Use another backend for this model") from error
 

@@ -92,6 +92,9 @@ class Batch(ABC):
         with host_time([sequence.statistics for sequence in sequences.values()]):
             self._step(sequences)
 
+    def abandon(self) -> None:
+        """Gives up what is active, between two steps; nothing is called after that."""
+
     @abstractmethod
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         """One step of these rows."""

@@ -70,8 +70,8 @@ class DeviceDecodeBatch(Batch):
     A step's time counts as "verify" in the statistics, since its passes cannot be told apart.
 
     Args:
-        slots: nobody else's until this calls `release` with them, at its end. After an error it never does: what is
-            not finite would stay in the caches.
+        slots: nobody else's until this calls `release` with them, at its end or when it is abandoned. After an error
+            it never does: what is not finite would stay in the caches.
         sequences: as of `Batch`; `params.is_plain_greedy`, and without a trace.
         branches: of D2SD; 0 for a chain.
     """
@@ -125,6 +125,10 @@ class DeviceDecodeBatch(Batch):
             sequence.committed += len(outcome.tokens)
         step.stop([row for row, sequence in sequences.items() if sequence.finish_reason is not None])
         self._release_at_the_end()
+
+    def abandon(self) -> None:
+        if self.active:
+            self._release(self._slots)
 
     def _release_at_the_end(self) -> None:
         if not self.active:

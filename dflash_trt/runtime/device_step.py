@@ -281,6 +281,6 @@ def captured(step: Callable[[], None], device: str, pool: Any = None) -> torch.c
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # others may use the GPU
             step()
     return graph

@@ -152,10 +152,9 @@ class Engine:
         sequence = self._sequence(prompt, SamplingParams(**sampling))
         if trace:
             sequence.trace = []
-        batch = self._batch([sequence], drafting)
         if stream:
-            return self._stream(sequence, batch, drafting)
-        batch.run()
+            return self._stream(sequence, drafting)
+        self._batch([sequence], drafting).run()
         return self._generation(sequence, drafting)
 
     def generate_batch(
@@ -189,16 +188,21 @@ class Engine:
             raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
         return _Drafting(True, branches)
 
-    def _stream(self, sequence: SequenceState, batch: Batch, drafting: _Drafting) -> Iterator[StreamEvent]:
+    def _stream(self, sequence: SequenceState, drafting: _Drafting) -> Iterator[StreamEvent]:
+        batch = self._batch([sequence], drafting)
         characters = tokens = 0
         batch.prefill()
         while True:
             done = not batch.active
-            yield StreamEvent(
-                sequence.text[characters:],
-                sequence.generated[tokens:],
-                self._generation(sequence, drafting) if done else None,
-            )
+            try:
+                yield StreamEvent(
+                    sequence.text[characters:],
+                    sequence.generated[tokens:],
+                    self._generation(sequence, drafting) if done else None,
+                )
+            except GeneratorExit:
+                batch.abandon()
+                raise
             if done:
                 return
             characters, tokens = len(sequence.text), len(sequence.generated)

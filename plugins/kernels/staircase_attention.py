@@ -2,7 +2,7 @@
 
 `staircase_context` is the attention itself. A program owns a tile of the (head, query) pairs of one KV head and walks
 a share of the context; the keys and values of a share are thus fetched from memory once per KV head: where the pairs
-take several tiles, those run side by side and find them in the L2 cache. Context columns have no mask but the window;
+take several tiles, those run side by side and find them in the L2 cache. The context has no mask but the window;
 the last share goes on to the new tokens, with their visibility. Both levels are one online softmax.
 
 `staircase_merge` joins the shares by their log-sum-exp. With one share `staircase_context` writes the result itself.
@@ -86,7 +86,7 @@ def staircase_context(
     keys = key_cache + pair * capacity * HEAD_DIM
     values = value_cache + pair * capacity * HEAD_DIM
 
-    length = tl.minimum(tl.load(context_len + batch), capacity - queries).to(tl.int32)
+    length = tl.maximum(tl.minimum(tl.load(context_len + batch), capacity - queries), 0).to(tl.int32)
     first = 0
     position = token
     if WINDOW:
@@ -125,17 +125,17 @@ def staircase_context(
             local = start + tl.arange(0, LOCAL_COLUMNS)
             at = (length + local)[:, None] * HEAD_DIM + dim[None, :]
             k = tl.load(keys + at, mask=(local < queries)[:, None] & in_row, other=0.0)
-            scores = _scores(q, k, scale, softcap, SOFTCAP)
             pairs = batch * queries * queries + token[:, None] * queries + local[None, :]
             seen = tl.load(visibility + pairs, mask=(local < queries)[None, :], other=0) != 0
             if WINDOW:
                 own = tl.load(position_ids + batch * queries + local, mask=local < queries, other=0).to(tl.int32)
                 distance = position[:, None] - own[None, :]
                 seen = seen & (distance < width) & (distance > -reach)
-            scores = tl.where(seen, scores, float("-inf"))
             # a weight of 0 does not silence NaN, so values that no row sees are not read
             any_row = tl.max(seen.to(tl.int32), 0) > 0
             v = tl.load(values + at, mask=any_row[:, None] & in_row, other=0.0)
+            # all loads are on their way before the first product waits for one
+            scores = tl.where(seen, _scores(q, k, scale, softcap, SOFTCAP), float("-inf"))
             acc, top, total = _update(scores, v, acc, top, total)
 
     q_head = head * group + row // queries
@@ -153,7 +153,7 @@ def staircase_context(
         )  # fmt: skip
     else:
         at_row = (pair * splits + split) * rows + row
-        something = total > 0
+        something = total != 0  # NaN is something
         safe_total = tl.where(something, total, 1.0)
         tl.store(lse + at_row, tl.where(something, top + tl.log2(safe_total), float("-inf")), mask=row_exists)
         tl.store(
@@ -186,7 +186,7 @@ def staircase_merge(
         level = tl.load(lse + at_row, mask=split < splits, other=float("-inf"))
         part = tl.load(
             partial + at_row[:, None] * HEAD_DIM + dim[None, :],
-            mask=(level > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
+            mask=(level != float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :], other=0.0,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(level, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -231,8 +231,8 @@ def staircase_attention(
     kv_heads, capacity = key_cache.shape[1:3]
     if dim not in HEAD_DIMS:
         raise ValueError(f"head_dim is {dim}; the kernels have {', '.join(map(str, HEAD_DIMS))}")
-    if not 1 <= queries <= MAX_QUERIES:
-        raise ValueError(f"{queries} queries; the kernels take 1..{MAX_QUERIES}")
+    if not 1 <= queries <= min(MAX_QUERIES, capacity):
+        raise ValueError(f"{queries} queries; the kernels take 1..{MAX_QUERIES}, and the cache has {capacity} slots")
     query, visibility, position_ids = query.contiguous(), visibility.contiguous(), position_ids.contiguous()
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if not cache.is_contiguous() or cache.dtype != query.dtype:

@@ -13,7 +13,7 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 MAX_SPLITS = 64
 
 # Programs that share a multiprocessor, by tile rows.
-PROGRAMS_PER_SM = {16: 4, 64: 2, 128: 1}
+PROGRAMS_PER_SM = {16: 3, 64: 2, 128: 1}
 
 # Bytes of shared memory a program may ask for. Cubins for 8.0 also serve 8.6 and 8.9, which have the least.
 SHARED_MEMORY = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -53,6 +53,8 @@ def architecture(compute_capability: tuple[int, int]) -> int:
 def tiles(cc: int, head_dim: int, itemsize: int = 2, masked: bool = False) -> list[Tile]:
     """The tiles there are for an architecture, smallest first; none of them spills registers.
 
+    With fewer than three stages nothing is loaded while a step computes: there would be one buffer only.
+
     Args:
         cc: 80, 90, 100 or 120.
         itemsize: bytes of an element; float32 serves exactness, not speed, and has a small tile only.
@@ -62,18 +64,16 @@ def tiles(cc: int, head_dim: int, itemsize: int = 2, masked: bool = False) -> li
     dim = block_dim(head_dim)
     if itemsize == 4:
         return [Tile(16, 32, 4, 1)]
-    stages = 3 if large and not masked else 2
     if dim == 256:
-        return [Tile(16, 32, 4, stages), Tile(64, 64 if large else 32, 8, 2)]
+        return [Tile(16, 32 if large else 16, 4, 3), Tile(64, 32 if large else 16, 8, 3)]
     padded = dim != head_dim  # one mask more
     local = 16 if masked or padded else 32
     available = [
-        Tile(16, 32 if masked and padded else 64, 4, stages),
-        Tile(64, 64, 4 if large or dim <= 64 else 8, stages, local),
+        Tile(16, 32 if masked and padded else 64, 4, 3),
+        Tile(64, 64, 4 if large or dim <= 64 else 8, 3, local),
     ]
     if not masked and (large or dim <= 64):
-        wide = cc == 90 and not padded
-        available.append(Tile(128, 128 if wide else 64, 8, 3 if large and not wide else 2, local))
+        available.append(Tile(128, 64, 8, 3, local))
     return available
 
 

@@ -61,6 +61,10 @@ Kernel load(const KernelVariant& variant, const Device& device) {
   if (variant.shared_bytes > kSharedBytesWithoutAsking) {
     requireCuda(cudaFuncSetAttribute(kernel.handle, cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes),
                 "asking for ", variant.shared_bytes, " bytes of shared memory for kernel ", variant.symbol);
+    // The rest of what L1 and shared memory have in common is not used: as many programs as fit may run.
+    requireCuda(cudaFuncSetAttribute(kernel.handle, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared),
+                "asking for the largest shared memory for kernel ", variant.symbol);
   }
   return kernel;
 }

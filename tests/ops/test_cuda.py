@@ -73,14 +73,16 @@ def test_launchers_take_the_operators_arguments(name: str) -> None:
 
 
 def test_a_refusal_is_a_backend_error() -> None:
-    def launch(size: int) -> int:
+    def launch(query: torch.Tensor | list[torch.Tensor]) -> int:
+        size = len(query)
         if size > 4:
             raise ValueError(f"head_dim is {size}; the kernels have 4")
         return size
 
-    assert cuda._refusing(launch)(4) == 4
+    assert cuda._refusing(launch)(torch.zeros(4)) == 4
+    assert cuda._refusing(launch)([torch.zeros(4)]) == 1
     with pytest.raises(BackendError, match="torch on CUDA: head_dim is 5; the kernels have 4"):
-        cuda._refusing(launch)(5)
+        cuda._refusing(launch)(torch.zeros(5))
 
 
 def test_what_the_kernels_lack_is_refused_before_any_launch() -> None:

@@ -296,13 +296,19 @@ def test_slots_serve_one_request_after_the_other(tmp_path: Path, system: str) ->
 
 
 def test_streams_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
-    """Each has slots of its own; those of a stream given up are not used again."""
+    """Each has slots of its own; those of a stream given up serve the next."""
     engine = engine_of(tmp_path, "d2sd")
     engine.device_step = True
     prompts = prompts_of(engine, 4, 9)
     expected = [engine.generate(prompt, max_tokens=20).token_ids for prompt in prompts]
+    (only,) = engine._free_slots
+    never_begun = engine.generate(prompts[1], stream=True, max_tokens=20)
     given_up = engine.generate(prompts[1], stream=True, max_tokens=20)
     next(given_up)
+    assert not engine._free_slots
+    given_up.close()
+    never_begun.close()
+    assert engine._free_slots == [only]
     streams = [engine.generate(prompt, stream=True, max_tokens=20) for prompt in prompts]
     tokens: list[list[int]] = [[], []]
     for events in itertools.zip_longest(*streams):

@@ -125,6 +125,9 @@ void StaircaseAttentionPlugin::check(const Sizes& sizes) const {
   const std::int64_t kv_heads = sizes["Hkv"];
   requireHeadDim(sizes["D"]);
   require(queries <= kMaxQueries, "query has ", queries, " queries; at most ", kMaxQueries, " are possible");
+  const std::int64_t capacity = sizes["C"];
+  require(queries == kUnknown || capacity == kUnknown || queries <= capacity, "query has ", queries,
+          " queries, but key_cache only ", capacity, " slots");
   require(kv_heads == kUnknown || kv_heads > 0, "key_cache has no heads");
   require(heads == kUnknown || kv_heads == kUnknown || heads % kv_heads == 0, "query has ", heads,
           " heads, which is not a multiple of the ", kv_heads, " heads of key_cache");

@@ -11,7 +11,7 @@ constexpr std::int64_t kMaxSplits = 64;
 
 }  // namespace
 
-std::int64_t programsPerMultiprocessor(int tile_rows) { return tile_rows <= 16 ? 4 : tile_rows <= 64 ? 2 : 1; }
+std::int64_t programsPerMultiprocessor(int tile_rows) { return tile_rows <= 16 ? 3 : tile_rows <= 64 ? 2 : 1; }
 
 std::int64_t mostSplits(std::int64_t capacity, int tile_columns) {
   return std::clamp<std::int64_t>(ceilDiv(capacity, tile_columns), 1, kMaxSplits);

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from interpreter import poisoned_allocations
 from kernel_cases import DTYPES, VISIBILITY, Attention, attention, attention_bounds
 
+from dflash_trt.ops.staircase_attention import staircase_attention_reference
 from dflash_trt.plugins.kernels.staircase_attention import MERGE_SPLITS, staircase_attention
 from dflash_trt.plugins.kernels.tiling import HEAD_DIMS, SHARED_MEMORY, Tile, tiles
 
@@ -131,6 +132,28 @@ def test_large_scores(splits: int) -> None:
     """One key takes all the weight; exponentials of differences, not of scores."""
     case = attention(6, torch.float32, dim=32, context=50, sinks=True)
     check(replace(case, query=case.query * 300), SMALL, splits)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("broken", ["query", "key", "value", "new key"])
+def test_what_is_not_finite_stays_so(broken: str, splits: int) -> None:
+    """A model that overflows must be found out, so NaN may not get lost in a share or in the merge."""
+    torch.manual_seed(0)
+    batch, kv_heads, group, queries, dim, capacity, context = 2, 2, 2, 3, 32, 64, 40
+    query = torch.randn(batch, kv_heads * group, queries, dim)
+    key, value = torch.randn(2, batch, kv_heads, capacity, dim)
+    visibility = torch.ones(queries, queries, dtype=torch.bool).tril().repeat(batch, 1, 1)
+    place = {"query": query[1, 2, 1], "key": key[1, 0, 7], "value": value[1, 0, 39], "new key": key[1, 1, context + 1]}
+    place[broken][3] = float("nan")
+    lengths = torch.full((batch,), context)
+    positions = lengths[:, None] + torch.arange(queries)
+    arguments = (query, key, value, lengths, visibility, None, positions, dim**-0.5, 0, 1, 0.0)
+    with np.errstate(invalid="ignore"):
+        result = staircase_attention(*arguments, tile=SMALL, splits=splits)
+    expected = staircase_attention_reference(*arguments)
+    assert expected.isnan().any()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.allclose(result, expected, atol=1e-5, equal_nan=True)
 
 
 def test_refusals() -> None:
