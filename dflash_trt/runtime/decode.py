@@ -92,6 +92,7 @@ class Batch(ABC):
         with host_time([sequence.statistics for sequence in sequences.values()]):
             self._step(sequences)
 
+    @abstractmethod
     def abandon(self) -> None:
         """Gives up what is active, between two steps; nothing is called after that."""
 
@@ -159,6 +160,9 @@ class DecodeBatch(Batch):
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         assert self._proposer is not None
         self._proposer.prefill(row, sequence, features, size)
+
+    def abandon(self) -> None:
+        """Caches and pending features go with the batch."""
 
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
