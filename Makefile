@@ -40,7 +40,8 @@ plugins: $(PLUGINS)
 $(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build/kernel-lens
 	$(BIN)/dflash-trt plugins build --output $(@D) --tensorrt-root build/kernel-lens/kernel_lens/include/tensorrt
 
-# Kernels and plugins are built and tested where they can be; elsewhere their tests are skipped and say why.
+# Kernels and plugins are built and tested where they can be. Elsewhere their tests are skipped, and those of the kernels,
+# which need triton, are left out.
 ifeq ($(shell uname -s),Linux)
 ifneq ($(shell command -v c++),)
 NATIVE := $(PLUGINS) $(LEAN)

@@ -58,7 +58,13 @@ def library_facts(path: Path) -> dict[str, Any]:
     mend = "Build it again: dflash-trt plugins build"
     if not facts_file.is_file():
         raise BackendError("what the library was built with is not there", where=str(facts_file), mend=mend)
-    facts = json.loads(facts_file.read_text())
+    try:
+        facts = json.loads(facts_file.read_text())
+        missing = {"version", "tensorrt", "triton", "compute_capabilities", "sha256"} - facts.keys()
+    except (ValueError, AttributeError):
+        raise BackendError("is not what a build writes", where=str(facts_file), mend=mend) from None
+    if missing:
+        raise BackendError(f"lacks {', '.join(sorted(missing))}", where=str(facts_file), mend=mend)
     if facts["sha256"] != _sha256(path):
         raise BackendError("is not the library that was built (sha256 differs)", where=str(path), mend=mend)
     return facts
@@ -79,7 +85,10 @@ def tensorrt_headers(root: Path | None = None) -> tuple[Path, str]:
         carried = importlib.util.find_spec("kernel_lens")
         folders = [] if carried is None else [Path(place) for place in carried.submodule_search_locations or ()]
         root = next((folder / "include" / "tensorrt" for folder in folders), None)
-    mend = "Give --tensorrt-root or set TENSORRT_ROOT to the folder of a TensorRT 10 or 11 SDK"
+    mend = (
+        "Give --tensorrt-root or set TENSORRT_ROOT to the folder of a TensorRT 10 or 11 SDK, or take those of 10.14.1: "
+        "pip install --no-deps kernel-lens==2.0.1"
+    )
     if root is None:
         raise BackendError("TensorRT's headers are needed", where="TENSORRT_ROOT", mend=mend)
     for include in (root / "include", root):
@@ -112,12 +121,12 @@ def build_library(
     headers, tensorrt = tensorrt_headers(tensorrt_root)
     if importlib.util.find_spec("triton") is None:
         raise BackendError("triton is not installed", where="dflash-trt plugins build", mend="pip install triton")
-    for tool, mend in (("cmake", "Install it, or: pip install cmake"), ("c++", "Install a C++17 compiler")):
-        if shutil.which(tool) is None:
-            raise BackendError(f"{tool} is not on the PATH", where="dflash-trt plugins build", mend=mend)
+    cmake = _tool("cmake", "Install it, or: pip install cmake")
+    _tool("c++", "Install a C++17 compiler")
+    folder.mkdir(parents=True, exist_ok=True)
     work = folder / "build"
     generated = folder / "generated"
-    chosen = ",".join(map(str, compute_capabilities))
+    chosen = ",".join(map(str, dict.fromkeys(compute_capabilities)))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     kernels = [sys.executable, "-m", "dflash_trt.plugins.aot", "--output", str(generated), "--jobs", str(jobs)]
     _run([*kernels, "--compute-capability", chosen], "the kernels", environment)
@@ -127,18 +136,20 @@ def build_library(
         "DFLASH_TRT_VERSION": __version__,
     }
     defines = [f"-D{name}={value}" for name, value in (settings | _cuda_runtime()).items()]
-    _run(["cmake", "-S", str(SOURCES), "-B", str(work), *defines], "cmake", environment)
-    _run(["cmake", "--build", str(work), "--parallel", str(jobs)], "the compiler", environment)
+    _run([cmake, "-S", str(SOURCES), "-B", str(work), *defines], "cmake", environment)
+    _run([cmake, "--build", str(work), "--parallel", str(jobs)], "the compiler", environment)
     facts = {
         "version": __version__,
         "tensorrt": tensorrt,
         "triton": json.loads((generated / "kernels.json").read_text())["versions"]["triton"],
-        "compute_capabilities": list(compute_capabilities),
+        "compute_capabilities": list(dict.fromkeys(compute_capabilities)),
         "sha256": _sha256(work / LIBRARY_NAME),
     }
     path = folder / LIBRARY_NAME
+    facts_file = work / path.with_suffix(".json").name
+    facts_file.write_text(json.dumps(facts, indent=1) + "\n")
+    os.replace(facts_file, path.with_suffix(".json"))  # interrupted here, the library is found not to be the one built
     os.replace(work / LIBRARY_NAME, path)
-    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
     return path
 
 
@@ -155,6 +166,14 @@ def _cuda_runtime() -> dict[str, Path]:
     return {}
 
 
+def _tool(name: str, mend: str) -> str:
+    """Where a tool is: on the PATH, or beside the interpreter, where pip puts it."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise BackendError(f"{name} is not on the PATH", where="dflash-trt plugins build", mend=mend)
+    return found
+
+
 def _run(command: Sequence[str], what: str, environment: dict[str, str]) -> None:
     """Runs a tool with its output on stderr."""
     if subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode:
@@ -163,7 +182,11 @@ def _run(command: Sequence[str], what: str, environment: dict[str, str]) -> None
 
 def _header_version(include: Path) -> str:
     """Major.minor.patch of NvInferVersion.h; TensorRT 10 names the numbers by way of a second set of macros."""
-    text = (include / "NvInferVersion.h").read_text()
+    file = include / "NvInferVersion.h"
+    if not file.is_file():
+        mend = "Give the folder of a whole TensorRT SDK"
+        raise BackendError("NvInferVersion.h is missing beside NvInferRuntime.h", where=str(include), mend=mend)
+    text = file.read_text()
     numbers = []
     for part in ("MAJOR", "MINOR", "PATCH"):
         found = re.search(rf"#define (?:NV_TENSORRT_{part}|TRT_{part}_ENTERPRISE) (\d+)", text)

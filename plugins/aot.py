@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -33,6 +32,7 @@ from triton.compiler import ASTSource
 
 from .kernels import accepted_path, kv_injection, staircase_attention
 from .kernels.tiling import MAX_QUERIES, SHARED_MEMORY, block_dim, tiles
+from .resource_table import resource_table
 
 ARCHITECTURES = tuple(SHARED_MEMORY)
 HEAD_DIMS = (64, 96, 128, 256)
@@ -244,26 +244,6 @@ def build(
     return entries
 
 
-def resource_table(entries: list[dict[str, Any]]) -> str:
-    """Markdown: a row per variant, and for each architecture its warps, registers of a thread and shared memory."""
-    by_use: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
-    for entry in entries:
-        use = tuple(entry[name] for name in ("kernel", "dtype", "head_dim", "features", "tile_rows"))
-        by_use.setdefault(use, {})[entry["compute_capability"]] = entry
-    architectures = sorted({entry["compute_capability"] for entry in entries})
-    heads = ["kernel", "dtype", "head", "features", "rows", *(f"sm_{cc}" for cc in architectures)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for use, found in by_use.items():
-        cells = [str(part or "") for part in use]
-        for cc in architectures:
-            entry = found.get(cc)
-            cells.append(
-                f"{entry['num_warps']} / {entry['registers']} / {entry['shared_bytes'] / 1024:.1f}" if entry else "-"
-            )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
@@ -273,15 +253,15 @@ def resource_table(entries: list[dict[str, Any]]) -> str:
 @click.option("--table", type=click.Path(path_type=Path), help="Also write what each variant uses, as markdown.")
 def main(output: Path, compute_capability: str, jobs: int, table: Path | None) -> None:
     """Compiles the kernels of the plugin library."""
-    architectures = tuple(int(cc) for cc in re.split("[,;]", compute_capability))
-    unknown = [str(cc) for cc in architectures if cc not in ARCHITECTURES]
+    asked = dict.fromkeys(re.split("[,;]", compute_capability))
+    unknown = [cc for cc in asked if cc not in map(str, ARCHITECTURES)]
     if unknown:
         known = ", ".join(map(str, ARCHITECTURES))
         raise click.UsageError(f"--compute-capability: {', '.join(unknown)} must be of {known}")
     try:
-        entries = build(output, architectures, jobs)
-    except RuntimeError as error:
-        sys.exit(f"error: {error}")
+        entries = build(output, tuple(map(int, asked)), jobs)
+    except (OSError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
     if table is not None:
         table.write_text(resource_table(entries))
     click.echo(f"{len(entries)} kernels, {sum(entry['bytes'] for entry in entries) / 1e6:.1f} MB", err=True)

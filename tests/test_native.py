@@ -58,7 +58,7 @@ def test_capabilities_without_kernels_are_refused(run_cli, tmp_path: Path, given
 
 def test_a_missing_tool_is_named(run_cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = headers(tmp_path / "sdk", OLD)
-    monkeypatch.setattr(shutil, "which", lambda tool, *_: None if tool == "cmake" else tool)
+    monkeypatch.setattr(shutil, "which", lambda tool, **_: None if tool == "cmake" else tool)
     code, _, err = run_cli("plugins", "build", "--output", str(tmp_path / "out"), "--tensorrt-root", str(sdk))
     assert code == 2
     assert "cmake is not on the PATH" in err
@@ -89,7 +89,8 @@ def test_what_is_known_of_a_library_belongs_to_that_file(tmp_path: Path) -> None
     library.write_bytes(b"other")
     with pytest.raises(BackendError, match="not there"):
         native.library_facts(library)
-    library.with_suffix(".json").write_text(json.dumps({"sha256": "0"}))
+    facts = {"version": "1", "tensorrt": "10", "triton": "3", "compute_capabilities": [], "sha256": "0"}
+    library.with_suffix(".json").write_text(json.dumps(facts))
     with pytest.raises(BackendError, match="sha256 differs"):
         native.library_facts(library)
 
@@ -103,3 +104,41 @@ def test_the_library_that_make_builds(run_cli) -> None:
     facts = native.library_facts(Path(out.strip()))
     assert facts["compute_capabilities"] == [80, 90, 100, 120]
     assert facts["tensorrt"].startswith("10.14")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_facts_that_no_build_wrote_are_an_error_and_no_crash(run_cli, tmp_path: Path, monkeypatch, text: str) -> None:
+    library = tmp_path / native.LIBRARY_NAME
+    library.touch()
+    library.with_suffix(".json").write_text(text)
+    with pytest.raises(BackendError, match="Build it again"):
+        native.library_facts(library)
+    monkeypatch.setenv("DFLASH_TRT_PLUGINS", str(tmp_path))
+    code, out, _ = run_cli("doctor", "--json")
+    assert code == 0
+    assert json.loads(out)["plugins"]["built"] is False
+
+
+def test_a_folder_that_cannot_be_made_is_said_at_once(run_cli, tmp_path: Path) -> None:
+    sdk = headers(tmp_path / "sdk", OLD)
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "out"
+    code, out, err = run_cli("plugins", "build", "--output", str(output), "--tensorrt-root", str(sdk))
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert str(output) in err
+
+
+def test_cmake_beside_the_interpreter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cmake = tmp_path / "cmake"
+    cmake.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native.sys, "executable", str(tmp_path / "python"))
+    assert native._tool("cmake", "Install it") == str(cmake)
+
+
+def test_half_an_sdk_is_refused(tmp_path: Path) -> None:
+    sdk = headers(tmp_path / "sdk", OLD)
+    (sdk / "NvInferVersion.h").unlink()
+    with pytest.raises(BackendError, match=r"NvInferVersion\.h is missing"):
+        native.tensorrt_headers(sdk)

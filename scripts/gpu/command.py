@@ -53,6 +53,8 @@ def main(
     Exit code 0 when all that ran is right, 1 when a check failed, 2 when there is no CUDA GPU.
     """
     names = _names(chosen)
+    if tensorrt_root and not any(Path(tensorrt_root).glob(f"{place}NvInferRuntime.h") for place in ("", "include/")):
+        raise click.UsageError(f"--tensorrt-root: {tensorrt_root} has neither NvInferRuntime.h nor include/")
     seed = secrets.randbelow(2**31) if seed is None else seed
     name = _device_name(device)
     console = Console(stderr=True)
@@ -60,6 +62,10 @@ def main(
     folder = output or ROOT / "docs" / "gpu" / f"{date}-{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-').lower()}"
     about = {"device": name, "date": date, "seed": seed, "sections": ", ".join(names), "quick": quick, "tune": tune}
     report = Report(folder, about, device == "cuda")
+    try:
+        report.write()  # before anything has taken time
+    except OSError as error:
+        raise click.UsageError(f"--output: {folder} cannot be written to: {error.strerror}") from error
     console.print(f"seed {seed}, device {escape(name)}, results in {escape(str(folder))}", soft_wrap=True)
     if device == "cpu":
         console.print(ON_A_CPU, soft_wrap=True)
@@ -80,10 +86,11 @@ def _names(chosen: str | None) -> list[str]:
     """In the order they run."""
     if chosen is None:
         return list(sections.SECONDS)
-    asked = {name.strip() for name in chosen.split(",")}
+    asked = {name.strip() for name in chosen.split(",") if name.strip()}
     unknown = sorted(asked - set(sections.SECONDS))
-    if unknown:
-        raise click.UsageError(f"--sections: {', '.join(unknown)} must be of {', '.join(sections.SECONDS)}")
+    if unknown or not asked:
+        known = ", ".join(sections.SECONDS)
+        raise click.UsageError(f"--sections: {', '.join(unknown) or 'nothing'} must be of {known}")
     return [name for name in sections.SECONDS if name in asked]
 
 
@@ -93,7 +100,8 @@ def _device_name(device: str) -> str:
     try:
         import torch
     except ModuleNotFoundError:
-        sys.exit("error: torch is not installed")
+        click.echo("error: torch is not installed", err=True)
+        sys.exit(2)
     if not torch.cuda.is_available():
         click.echo(_NO_GPU, err=True)
         sys.exit(2)

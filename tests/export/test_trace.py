@@ -32,7 +32,7 @@ from dflash_trt.ops import DOMAIN, kv_injection, staircase_attention
 VOCAB, HIDDEN, KV_HEADS, HEAD_DIM = 320, 32, 2, 16
 LLAMA = Kind(family="llama", tie=False, windows=False, stored="bfloat16")
 
-# Design section 4, written out once more
+# The contract, written out once more
 CACHE = ("FLOAT", ("B", KV_HEADS, "C", HEAD_DIM))
 INPUTS: dict[str, dict[str, tuple[str, tuple[Any, ...]]]] = {
     "target": {

@@ -129,7 +129,7 @@ def shapes() -> st.SearchStrategy[dict[str, int]]:
 
 
 def sees(case: AttentionCase, row: int, query: int, slot: int) -> bool:
-    """Design section 3: slots j < context_len (inside the window), and context_len + j with visibility[i][j]."""
+    """The definition: slots j < context_len (inside the window), and context_len + j with visibility[i][j]."""
     context, queries = int(case.context_len[row]), case.visibility.shape[1]
     if slot < context:
         key_position = slot

@@ -183,7 +183,7 @@ def attention_bounds(case: Attention) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sees(case: Attention, row: int, query: int, slot: int) -> bool:
-    """The rule of design section 3."""
+    """The operator's rule."""
     context, queries = int(case.context_len[row]), case.visibility.shape[1]
     if slot < context:
         position = slot

@@ -134,6 +134,7 @@ def test_large_scores(splits: int) -> None:
     check(replace(case, query=case.query * 300), SMALL, splits)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("broken", ["query", "key", "value", "new key"])
 def test_what_is_not_finite_stays_so(broken: str, splits: int) -> None:
