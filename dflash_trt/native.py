@@ -22,9 +22,10 @@ from typing import Any
 from dflash_trt import __version__
 from dflash_trt.errors import BackendError, UsageError
 from dflash_trt.plugins import SOURCES
+from dflash_trt.plugins.kernels.tiling import SHARED_MEMORY
 
 LIBRARY_NAME = "libdflash_trt_plugins.so"
-COMPUTE_CAPABILITIES = (80, 90, 100, 120)
+COMPUTE_CAPABILITIES = tuple(SHARED_MEMORY)
 
 
 def default_folder() -> Path:

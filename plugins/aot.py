@@ -31,11 +31,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from .kernels import accepted_path, kv_injection, staircase_attention
-from .kernels.tiling import MAX_QUERIES, SHARED_MEMORY, block_dim, tiles
+from .kernels.tiling import MAX_QUERIES, PLUGIN_HEAD_DIMS, SHARED_MEMORY, block_dim, tiles
 from .resource_table import resource_table
 
 ARCHITECTURES = tuple(SHARED_MEMORY)
-HEAD_DIMS = (64, 96, 128, 256)
 HALVES = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAX_REGISTERS = 255
@@ -72,7 +71,7 @@ class Variant:
 
 def variants(cc: int) -> Iterator[Variant]:
     """Everything the plugin library carries for one architecture."""
-    for dim in HEAD_DIMS:
+    for dim in PLUGIN_HEAD_DIMS:
         shape = {"HEAD_DIM": dim, "BLOCK_DIM": block_dim(dim)}
         for dtype in ITEMSIZE:
             for features in ("", "partial"):

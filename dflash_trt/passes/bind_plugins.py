@@ -14,10 +14,9 @@ import onnx_ir as ir
 
 from dflash_trt.errors import ExportError
 from dflash_trt.ops import DOMAIN, VERSION, kv_injection_onnx, staircase_attention_onnx
-from dflash_trt.plugins.kernels.tiling import MAX_QUERIES
+from dflash_trt.plugins.kernels.tiling import MAX_QUERIES, PLUGIN_HEAD_DIMS
 
 PLUGIN_ATTRIBUTES = {"plugin_version": str(VERSION), "plugin_namespace": DOMAIN}
-HEAD_DIMS = (64, 96, 128, 256)
 ATTENTION_DTYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 _SCHEMAS = {schema.name: schema for schema in (kv_injection_onnx.schema(), staircase_attention_onnx.schema())}
@@ -44,7 +43,7 @@ class BindPlugins(ir.passes.InPlacePass):
     """
 
     def __init__(
-        self, head_dims: Sequence[int] = HEAD_DIMS, attention_dtypes: Sequence[ir.DataType] = ATTENTION_DTYPES
+        self, head_dims: Sequence[int] = PLUGIN_HEAD_DIMS, attention_dtypes: Sequence[ir.DataType] = ATTENTION_DTYPES
     ) -> None:
         """`head_dims`, `attention_dtypes`: what there are kernels for, by default those in the plugin library."""
         super().__init__()

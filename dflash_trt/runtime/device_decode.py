@@ -11,10 +11,9 @@ from typing import Any
 
 from dflash_trt.backends.base import Array
 from dflash_trt.backends.torch import TorchCache, TorchSession
-from dflash_trt.errors import BackendError
 from dflash_trt.runtime.decode import Batch, checked
 from dflash_trt.runtime.device_step import DeviceStep
-from dflash_trt.runtime.drafter import Block, block_inputs
+from dflash_trt.runtime.drafter import inject, not_finite
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
 from dflash_trt.runtime.statistics import timed
@@ -100,10 +99,9 @@ class DeviceDecodeBatch(Batch):
         self._release_at_the_end()
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
-        unused = Block.of([[]], 1, self._slots.mask_token_id)
         step, statistics = self._device_step, sequence.statistics
         for session, cache in zip(step.drafters, step.caches[1:], strict=True):
-            session.run(block_inputs(unused, features, size, sequence.committed), [], cache.row(row))
+            inject(session, cache.row(row), features, size, sequence.committed, self._slots.mask_token_id)
         statistics.draft_passes += 1
         statistics.redraft_passes += len(step.drafters) - 1
 
@@ -113,8 +111,7 @@ class DeviceDecodeBatch(Batch):
             outcomes = step.run()
         for role in (drafter.graph.role for drafter in step.drafters):
             if any(role in outcomes[row].not_finite for row in sequences):
-                what, mend = "a confidence is NaN or infinite", "Run `dflash-trt verify`"
-                raise BackendError(what, where=f"{role} graph", mend=mend)
+                raise not_finite(role)
         for row, sequence in sequences.items():
             outcome, statistics = outcomes[row], sequence.statistics
             yielded = sequence.emit([checked(token) for token in outcome.tokens])

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflash_trt.backends.base import Array, Session
+from dflash_trt.backends.base import Array, Cache, Session
 from dflash_trt.errors import BackendError
+from dflash_trt.export.contract import Role
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,19 @@ def block_inputs(block: Block, features: Array, feature_len: int, context_len: i
         "block_position_ids": context_len + feature_len + block.offsets[None],
         "visibility": block.visibility[None],
     }
+
+
+def inject(
+    session: Session, cache: Cache, features: Array, size: int, context_len: int, mask_token_id: int
+) -> None:
+    """Writes the first `size` of features [1, N, T*H] into a cache of one row that holds `context_len`."""
+    unused = Block.of([[]], 1, mask_token_id)
+    session.run(block_inputs(unused, features, size, context_len), [], cache)
+
+
+def not_finite(role: Role) -> BackendError:
+    """What to raise when a drafter's confidence is NaN or infinite."""
+    return BackendError("a confidence is NaN or infinite", where=f"{role} graph", mend="Run `dflash-trt verify`")
 
 
 @dataclass(frozen=True)
@@ -88,8 +102,7 @@ class Drafter:
 
     def prefill(self, row: int, features: Array, size: int) -> None:
         """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
-        unused = Block.of([[]], 1, self.mask_token_id)
-        self._session.run(block_inputs(unused, features, size, int(self._injected[row])), [], self.cache.row(row))
+        inject(self._session, self.cache.row(row), features, size, int(self._injected[row]), self.mask_token_id)
         self._injected[row] += size
         self._nothing = features[0, :1]
 
@@ -127,7 +140,6 @@ class Drafter:
             own = len(block.ids)
             confidence = results["confidence"][row, :own].astype(np.float64)
             if not np.isfinite(confidence).all():
-                where = f"{self._session.graph.role} graph"
-                raise BackendError("a confidence is NaN or infinite", where=where, mend="Run `dflash-trt verify`")
+                raise not_finite(self._session.graph.role)
             drafts[row] = Draft(results["draft_ids"][row, :own], np.clip(confidence, 0, 1))
         return drafts

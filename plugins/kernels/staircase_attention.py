@@ -13,6 +13,8 @@ included.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -240,12 +242,9 @@ def staircase_attention(
     group = heads // kv_heads
     rows = group * queries
     masked = sliding_window > 0 or softcap > 0
-    if tile is None:
-        tile = pick_tile(tiles(_architecture(query.device), dim, query.element_size(), masked), rows)
+    tile, chosen = plan(query.device, batch * kv_heads, rows, capacity, dim, query.element_size(), masked, tile)
+    splits = chosen if splits is None else splits
     row_tiles = triton.cdiv(rows, tile.rows)
-    programs = batch * kv_heads * row_tiles
-    if splits is None:
-        splits = choose_splits(programs, capacity, tile.columns, _processors(query.device) * PROGRAMS_PER_SM[tile.rows])
     output = query.new_empty((batch, queries, heads * dim))
     partial = lse = query.new_empty(0, dtype=torch.float32)
     if splits > 1:
@@ -266,6 +265,31 @@ def staircase_attention(
             HEAD_DIM=dim, BLOCK_DIM=block_dim(dim), BLOCK_SPLITS=MERGE_SPLITS, num_warps=4,
         )  # fmt: skip
     return output
+
+
+@functools.cache  # asked by every layer of every pass that is not captured
+def plan(
+    device: torch.device,
+    pairs: int,
+    rows: int,
+    capacity: int,
+    head_dim: int,
+    itemsize: int,
+    masked: bool,
+    tile: Tile | None = None,
+) -> tuple[Tile, int]:
+    """The tile and the number of splits for shapes on a device.
+
+    Args:
+        pairs: batch * KV heads.
+        rows: (head, query) pairs of a KV head.
+        masked: as of `tiling.tiles`.
+        tile: instead of the one the rule picks.
+    """
+    if tile is None:
+        tile = pick_tile(tiles(_architecture(device), head_dim, itemsize, masked), rows)
+    slots = _processors(device) * PROGRAMS_PER_SM[tile.rows]
+    return tile, choose_splits(pairs * triton.cdiv(rows, tile.rows), capacity, tile.columns, slots)
 
 
 def _architecture(device: torch.device) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 MAX_QUERIES = 128
 HEAD_DIMS = (32, 64, 96, 128, 256)
+PLUGIN_HEAD_DIMS = (64, 96, 128, 256)  # those compiled ahead of time
 MAX_SPLITS = 64
 
 # Programs that share a multiprocessor, by tile rows.

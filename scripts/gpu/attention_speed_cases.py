@@ -8,15 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from dflash_trt.plugins.kernels.staircase_attention import staircase_attention
-from dflash_trt.plugins.kernels.tiling import (
-    PROGRAMS_PER_SM,
-    Tile,
-    architecture,
-    choose_splits,
-    pick_tile,
-    tiles,
-)
+from dflash_trt.plugins.kernels.staircase_attention import plan, staircase_attention
+from dflash_trt.plugins.kernels.tiling import Tile
 from gpu.roofline import AttentionShape
 
 Call = Callable[[], torch.Tensor]
@@ -64,12 +57,9 @@ class Inputs:
         """The tile and the splits the rules choose here."""
         shape = self.shape
         rows = shape.heads // shape.kv_heads * shape.queries
-        available = tiles(architecture(torch.cuda.get_device_capability()), shape.dim, self.query.element_size())
-        tile = pick_tile(available, rows)
-        programs = shape.batch * shape.kv_heads * -(-rows // tile.rows)
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        slots = processors * PROGRAMS_PER_SM[tile.rows]
-        return tile, choose_splits(programs, self.key_cache.shape[2], tile.columns, slots)
+        capacity, dim = self.key_cache.shape[2:]
+        pairs = shape.batch * shape.kv_heads
+        return plan(self.query.device, pairs, rows, capacity, dim, self.query.element_size(), masked=False)
 
     def _columns(self) -> int:
         """Slots that torch's ways look at: up to a multiple of 16, which they are fastest with."""

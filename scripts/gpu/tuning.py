@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dflash_trt.plugins.kernels.tiling import Tile
+from dflash_trt.plugins.kernels.tiling import MAX_SPLITS, Tile
 from gpu.attention_cases import DTYPES
 from gpu.attention_speed_cases import Inputs
 from gpu.context import Context
@@ -18,7 +18,6 @@ from gpu.timing import graph_seconds, rotation
 
 _SHAPES = list(itertools.product((1, 8), (2048, 8192, 32768)))
 _SECONDS = 6.0  # what a tile may take with all shapes
-_LARGEST_SPLITS = 64
 
 
 def run(context: Context, result: Result) -> None:
@@ -68,7 +67,7 @@ def _tiles(queries: int) -> Iterator[Tile]:
 
 
 def _splits(rule: int) -> list[int]:
-    return sorted({1, rule, max(2, rule // 2), min(_LARGEST_SPLITS, rule * 2), min(_LARGEST_SPLITS, rule + rule // 2)})
+    return sorted({1, rule, max(2, rule // 2), min(MAX_SPLITS, rule * 2), min(MAX_SPLITS, rule + rule // 2)})
 
 
 def _timed(inputs: list[Inputs], tile: Tile, splits: int) -> tuple[float | None, str | None]:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "plugins")]
+sys.path.insert(0, str(ROOT / "tests" / "plugins"))
 
 import interpreter  # noqa: E402, F401 - before a test imports kernels
 import native  # noqa: E402

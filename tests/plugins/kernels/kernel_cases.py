@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-FLOAT32_EPS = float(np.finfo(np.float32).eps)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
+from gpu.attention_cases import FLOAT32_EPS, Attention, rounding
+from gpu.injection_cases import Injection
 
 
 def double(tensor: torch.Tensor) -> np.ndarray:
@@ -80,26 +72,6 @@ VISIBILITY: dict[str, Callable[..., tuple[np.ndarray, np.ndarray]]] = {
 
 
 # --- StaircaseAttention ---
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Inputs and attributes, named and ordered as in the operator."""
-
-    query: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    context_len: torch.Tensor
-    visibility: torch.Tensor
-    sinks: torch.Tensor | None
-    position_ids: torch.Tensor
-    scale: float
-    sliding_window: int
-    causal: int
-    softcap: float
-
-    def arguments(self) -> list[Any]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
 def attention(
@@ -198,26 +170,6 @@ def _sees(case: Attention, row: int, query: int, slot: int) -> bool:
 
 
 # --- KVInjection ---
-
-
-@dataclass(frozen=True)
-class Injection:
-    """Inputs and attributes, named and ordered as in the operator."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    key_norm_weight: torch.Tensor | None
-    position_ids: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    write_start: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    eps: float
-    row_count: torch.Tensor | None
-
-    def arguments(self) -> list[Any]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
 def injection(

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu.attention_cases import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import bits, poisoned_allocations
-from kernel_cases import DTYPES, tree
+from kernel_cases import tree
 
 from dflash_trt.ops.accepted_path import addresses
 from dflash_trt.plugins.kernels.accepted_path import accept_path_, gather_features_, move_rows_

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu.attention_cases import DTYPES
+from gpu.injection_cases import Injection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import bits
-from kernel_cases import DTYPES, Injection, double, injected_key, injection, written_rows
+from kernel_cases import double, injected_key, injection, written_rows
 
 from dflash_trt.plugins.kernels.kv_injection import kv_injection_
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu.attention_cases import DTYPES, Attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreter import poisoned_allocations
-from kernel_cases import DTYPES, VISIBILITY, Attention, attention, attention_bounds
+from kernel_cases import VISIBILITY, attention, attention_bounds
 
 from dflash_trt.ops.staircase_attention import staircase_attention_reference
 from dflash_trt.plugins.kernels.staircase_attention import MERGE_SPLITS, staircase_attention
