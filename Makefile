@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 PIP_TARGET := $(BIN)/python -m pip install --quiet --no-deps --target
 PLUGINS := build/plugins/libdflash_trt_plugins.so
 LEAN := build/tensorrt-lean-10.16 build/tensorrt-lean-11.4
+RTX := build/tensorrt-rtx
+RTX_VERSION := 1.7.1.116
 
 .PHONY: demo test lint setup plugins clean
 
@@ -35,16 +37,20 @@ build/tensorrt-lean-11.4: VERSION := 11.4.0.106
 $(LEAN): | $(INSTALLED)
 	$(PIP_TARGET) $@ $(foreach part,tensorrt-lean-cu13 tensorrt-lean-cu13-libs tensorrt-lean-cu13-bindings,$(part)==$(VERSION))
 
+# TensorRT-RTX, which compiles engines without a GPU.
+$(RTX): | $(INSTALLED)
+	$(PIP_TARGET) $@ $(foreach part,tensorrt-rtx-cu13 tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings,$(part)==$(RTX_VERSION))
+
 plugins: $(PLUGINS)
 
 $(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build/kernel-lens
 	$(BIN)/dflash-trt plugins build --output $(@D) --tensorrt-root build/kernel-lens/kernel_lens/include/tensorrt
 
-# Kernels and plugins are built and tested where they can be. Elsewhere their tests are skipped, and those of the kernels,
-# which need triton, are left out.
+# Kernels and plugins are built and tested where they can be, and engines compiled. Elsewhere their tests are skipped, and
+# those of the kernels, which need triton, are left out.
 ifeq ($(shell uname -s),Linux)
 ifneq ($(shell command -v c++),)
-NATIVE := $(PLUGINS) $(LEAN)
+NATIVE := $(PLUGINS) $(LEAN) $(RTX)
 endif
 endif
 

@@ -2,8 +2,9 @@
 
     bundle/
       config.json          TensorRT-LLM's keys + "dflash_trt"
-      target/ drafter/     model.onnx and its external data
+      target/ drafter/     model.onnx and its external data; of TensorRT rank0.engine and its own config.json
       vp_drafter/          the same (D2SD)
+      plugins/             the plugin library, where engines call it
       tokenizer/           the target's
       report.json          what verification measured
 
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt import __version__
-from dflash_trt.checkpoint.spec import DrafterSpec, Dtype, Frozen, TargetSpec
+from dflash_trt.backends.engine_record import EngineRecord
+from dflash_trt.checkpoint.spec import DecoderSpec, DrafterSpec, Dtype, Frozen, RopeSpec, TargetSpec
 from dflash_trt.config import BackendName
 from dflash_trt.documents import DocumentError, parse, to_values
 from dflash_trt.errors import BundleError
@@ -30,7 +32,7 @@ from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.trace import System
 
-FORMAT = 2
+FORMAT = 3
 CONFIG = "config.json"
 REPORT = "report.json"
 MODEL = "model.onnx"
@@ -47,7 +49,8 @@ class FileRecord(Frozen):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRecord(Frozen):
-    """One graph of a bundle: its I/O, where it lies, and the safetensors files that hold its own weights."""
+    """One graph of a bundle: its I/O, where it or its engine lies, and the safetensors files that hold its own weights.
+    """
 
     spec: GraphSpec
     model: str | None
@@ -76,6 +79,7 @@ class BundleInfo(Frozen):
     graphs: dict[Role, GraphRecord]
     tool_versions: dict[str, str]
     compute_capability: str | None
+    engines: EngineRecord | None
     costs: PassCosts | None
     files: dict[str, FileRecord]
 
@@ -130,43 +134,68 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
 def write_config(folder: Path, info: BundleInfo) -> BundleInfo:
     """Writes config.json, with the files as they are now and the digest of the text itself; returns what it holds."""
     info = replace(info, digest=_NO_DIGEST, files=record_files(folder))
-    config = {**_tensorrt_llm_keys(info), "dflash_trt": to_values(info)}
+    config = {**_tensorrt_llm_keys(info, info.target), "dflash_trt": to_values(info)}
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     (folder / CONFIG).write_bytes(text.replace(_NO_DIGEST, digest, 1).encode())
     return replace(info, digest=digest)
 
 
-def _tensorrt_llm_keys(info: BundleInfo) -> dict[str, Any]:
+def write_engine_config(folder: Path, info: BundleInfo, role: Role) -> None:
+    """Makes the folder of one graph an engine directory of TensorRT-LLM's: config.json beside rank0.engine."""
+    spec = info.target if role == "target" else info.drafter_of(role)
+    text = json.dumps(_tensorrt_llm_keys(info, spec), indent=2) + "\n"
+    (folder / role / CONFIG).write_text(text, encoding="utf-8")
+
+
+def _tensorrt_llm_keys(info: BundleInfo, spec: DecoderSpec) -> dict[str, Any]:
     """The keys TensorRT-LLM's engine directories have, with its names."""
-    target, limits = info.target, info.limits
+    limits = info.limits
     return {
         "version": __version__,
         "pretrained_config": {
-            "architecture": target.architecture,
+            "architecture": info.target.architecture,  # it must be one that TensorRT-LLM knows, of drafters too
             "dtype": info.precision,
-            "vocab_size": target.vocab_size,
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_hidden_layers": target.num_layers,
-            "num_attention_heads": target.num_heads,
-            "num_key_value_heads": target.num_kv_heads,
-            "head_size": target.head_dim,
+            "logits_dtype": "float32",
+            "vocab_size": spec.vocab_size,
+            "hidden_size": spec.hidden_size,
+            "intermediate_size": spec.intermediate_size,
+            "num_hidden_layers": spec.num_layers,
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "head_size": spec.head_dim,
             "hidden_act": "silu",
-            "norm_epsilon": target.rms_norm_eps,
+            "norm_epsilon": spec.rms_norm_eps,
             "position_embedding_type": "rope_gpt_neox",
-            "rotary_base": target.rope.theta,
-            "max_position_embeddings": target.max_position_embeddings,
+            "rotary_base": spec.rope.theta,
+            "rotary_scaling": _rotary_scaling(spec.rope),
+            "attn_bias": spec.qkv_bias,
+            "mlp_bias": spec.mlp_bias,
+            "qk_layernorm": spec.qk_norm,
+            **({"qwen_type": "qwen3"} if info.target.family == "qwen3" else {}),
+            "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+            "max_position_embeddings": spec.max_position_embeddings,
             "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         },
         "build_config": {
             "max_batch_size": limits.max_batch_size,
             "max_input_len": limits.max_input_len,
             "max_seq_len": limits.max_seq_len,
+            "max_beam_width": 1,
+            "opt_num_tokens": None,
             "max_num_tokens": limits.max_batch_size * max(limits.prefill_chunk, limits.tree_size),
             "max_draft_len": limits.tree_size - 1,
         },
     }
+
+
+def _rotary_scaling(rope: RopeSpec) -> dict[str, Any] | None:
+    """As Hugging Face writes it; None without scaling."""
+    if rope.kind == "default":
+        return None
+    fields = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "attention_factor")
+    given = {name: getattr(rope, name) for name in fields if getattr(rope, name) is not None}
+    return {"rope_type": rope.kind, **given}
 
 
 def read_info(folder: Path) -> BundleInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,20 @@ from dflash_trt.checkpoint.spec import DecoderSpec, Dtype
 from dflash_trt.errors import PairError, UsageError
 
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]
-_PATHS = ("target", "drafter", "vp_drafter", "output", "dump_ir")
+_PATHS = ("target", "drafter", "vp_drafter", "output", "dump_ir", "input_timing_cache", "output_timing_cache")
+_ENGINES = ("tensorrt", "tensorrt-rtx")
+_ENGINE_OPTIONS = (
+    "stop_after",
+    "compute_capability",
+    "plugins",
+    "tensorrt_version",
+    "builder_optimization_level",
+    "workspace",
+    "weight_streaming",
+    "refit",
+    "input_timing_cache",
+    "output_timing_cache",
+)
 
 
 class _Options(pydantic.BaseModel):
@@ -38,11 +52,12 @@ class BuildConfig(_Options):
     Attributes:
         target, drafter, vp_drafter: checkpoint folders.
         output: the bundle to write.
-        dtype: of weights, caches and compute; None is float32, in which decoding is lossless token for token.
+        dtype: of weights, caches and compute; None is float32, in which decoding is lossless token for token, and
+            bfloat16 for TensorRT and TensorRT-RTX.
         max_seq_len: prompt and output together, in tokens; None is 2048, or what both models were trained for if less.
         max_input_len: prompt; None is max_seq_len - 1.
         block_size: anchor and drafts; None is the drafter's trained block.
-        prefill_chunk: prompt tokens per target pass.
+        prefill_chunk: prompt tokens per target pass; None is 256, and 128 with plugins, which take no more.
         branches: of D2SD, the most per step; needs vp_drafter; None is 4 with one.
         vp_block_size: the anchor, kept drafts and re-drafts of a branch; None is block_size where that is given, else
             the VP drafter's trained block.
@@ -50,6 +65,17 @@ class BuildConfig(_Options):
         verify: check numbers, losslessness and tau before the bundle appears.
         force: replace an existing bundle.
         expect: what the checkpoints must be like.
+
+    Of TensorRT and TensorRT-RTX alone:
+
+    Attributes:
+        stop_after: "lower" writes the lowered graphs, their profiles and the configuration, and no engine.
+        compute_capability: what TensorRT-RTX compiles for, such as 86; None is the GPU at hand.
+        plugins: whether calls become plugins; "auto" where the library is there and has the kernels.
+        tensorrt_version: whose parser to lower for, with stop_after; None is the installed one.
+        builder_optimization_level: 0..5; None is TensorRT's own choice, as for `workspace`, in MiB.
+        weight_streaming, refit: builder flags.
+        input_timing_cache, output_timing_cache: of TensorRT, to begin with and to write.
     """
 
     target: Path
@@ -62,13 +88,49 @@ class BuildConfig(_Options):
     max_seq_len: int | None = pydantic.Field(default=None, ge=2)
     max_input_len: int | None = pydantic.Field(default=None, ge=1)
     block_size: int | None = pydantic.Field(default=None, ge=2)
-    prefill_chunk: int = pydantic.Field(default=256, ge=1)
+    prefill_chunk: int | None = pydantic.Field(default=None, ge=1)
     branches: int | None = pydantic.Field(default=None, ge=0, strict=True)
     vp_block_size: int | None = pydantic.Field(default=None, ge=2)
     dump_ir: Path | None = None
     verify: bool = True
     force: bool = False
     expect: Expectation = Expectation()
+    stop_after: Literal["lower"] | None = None
+    compute_capability: tuple[int, ...] | None = None
+    plugins: Literal["on", "off", "auto"] = "auto"
+    tensorrt_version: str | None = None
+    builder_optimization_level: int | None = pydantic.Field(default=None, ge=0, le=5)
+    workspace: int | None = pydantic.Field(default=None, ge=1)
+    weight_streaming: bool = False
+    refit: bool = False
+    input_timing_cache: Path | None = None
+    output_timing_cache: Path | None = None
+
+    @pydantic.field_validator("compute_capability", mode="before")
+    @classmethod
+    def _capabilities(cls, value: Any) -> Any:
+        """"86,8.9" and [86, "8.9"] are (86, 89)."""
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        if value is None or isinstance(value, tuple):
+            return value
+        found = [re.fullmatch(r"(\d{1,2})\.?(\d)", str(part).strip()) for part in parts]
+        if not found or None in found:
+            raise ValueError("compute capabilities such as 86,89,120")
+        return tuple(int(match[1] + match[2]) for match in found if match)
+
+    @pydantic.field_validator("plugins", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """YAML reads on and off as true and false."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+    @pydantic.field_validator("tensorrt_version", mode="before")
+    @classmethod
+    def _version(cls, value: Any) -> Any:
+        """YAML reads 10.14 as a number, and 10.10 as 10.1, so it has to be text."""
+        if isinstance(value, float):
+            raise ValueError(f'text: "{value}" in quotes')
+        return value
 
     @classmethod
     def from_options(cls, config: Path | str | None = None, **options: Any) -> BuildConfig:
@@ -83,6 +145,16 @@ class BuildConfig(_Options):
             return cls.model_validate(values)
         except pydantic.ValidationError as error:
             raise _usage_error(error, Path(config) if config is not None else None) from error
+
+    def check_backend(self) -> None:
+        """Raises UsageError for an option that another backend has."""
+        if self.backend in _ENGINES:
+            return
+        for name in _ENGINE_OPTIONS:
+            if getattr(self, name) != BuildConfig.model_fields[name].default:
+                option = f"--{name.replace('_', '-')}"
+                what = f"is for --backend tensorrt and tensorrt-rtx, not for {self.backend}"
+                raise UsageError(what, where=option, mend="Leave it out, or choose one of these backends")
 
     def check_expected(self, specs: Mapping[str, DecoderSpec]) -> None:
         """Raises PairError where a checkpoint, by role, differs from what the configuration expects."""

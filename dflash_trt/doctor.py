@@ -7,12 +7,14 @@ import os
 import platform
 import shutil
 import subprocess
-from typing import Any, get_args
+from typing import Any
 
 from dflash_trt import __version__
+from dflash_trt.backends import tensorrt_api
 from dflash_trt.backends.base import BACKENDS
+from dflash_trt.backends.engine_record import dotted, gpu_compute_capability
+from dflash_trt.backends.parser_version import Flavour
 from dflash_trt.bundle import installed_version
-from dflash_trt.config import BackendName
 from dflash_trt.errors import BackendError
 from dflash_trt.native import library_facts, library_path
 
@@ -74,11 +76,23 @@ def _gpus() -> list[dict[str, str]]:
 def _backends() -> dict[str, dict[str, str | bool]]:
     """Each backend: whether it can be used here, and if not what is missing and how to mend it."""
     backends: dict[str, dict[str, str | bool]] = {}
-    for name in sorted(get_args(BackendName), key=lambda name: name not in BACKENDS):
-        if name not in BACKENDS:
-            backends[name] = {"usable": False, "note": "not part of this version"}
-            continue
-        module, _ = BACKENDS[name]
+    for name, (module, _) in BACKENDS.items():
         present = importlib.util.find_spec(module) is not None
         backends[name] = {"usable": present, "note": "" if present else f"pip install {module}"}
-    return backends
+    return {**backends, "tensorrt": _engines("tensorrt"), "tensorrt-rtx": _engines("tensorrt-rtx")}
+
+
+def _engines(flavour: Flavour) -> dict[str, str | bool]:
+    """Whether engines can be built here; running them takes a GPU."""
+    try:
+        api = tensorrt_api.load(flavour)
+    except BackendError as error:
+        lower = "; `build --stop-after lower` writes everything up to the engines"
+        return {"usable": False, "note": f"{error.what}: {error.mend}{lower}"}
+    gpu = gpu_compute_capability()
+    if gpu is not None:
+        return {"usable": True, "note": f"{api}, compute capability {dotted(gpu)}"}
+    if api.compiles_ahead:
+        there = ", ".join(map(str, api.compute_capabilities))
+        return {"usable": True, "note": f"{api}; builds for compute capability {there}, runs where a GPU is"}
+    return {"usable": False, "note": f"{api}, which builds for the GPU at hand, and torch sees none"}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
 
-from dflash_trt.backends.lowering import lower_onnxruntime, settle_precision
+from dflash_trt.backends.engine_plan import fit_limits, plan_engines
+from dflash_trt.backends.engine_stage import EngineStage
+from dflash_trt.backends.lowering import check_installed, lower_onnxruntime, settle_precision
 from dflash_trt.bundle import (
     FORMAT,
     MODEL,
@@ -21,6 +23,7 @@ from dflash_trt.bundle import (
     GraphRecord,
     tool_versions,
     write_config,
+    write_engine_config,
 )
 from dflash_trt.checkpoint import drafter as drafter_module
 from dflash_trt.checkpoint import target as target_module
@@ -31,7 +34,9 @@ from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflash_trt.config import BuildConfig
 from dflash_trt.errors import CheckFailed, UsageError
 from dflash_trt.evaluation.costs import measure_costs
-from dflash_trt.evaluation.verify import VerifyReport, verify
+from dflash_trt.evaluation.engine_checks import why_not_runnable
+from dflash_trt.evaluation.report import VerifyReport
+from dflash_trt.evaluation.verify import report_not_run, verify
 from dflash_trt.export.contract import GraphSpec, Role, drafter_graph, target_graph
 from dflash_trt.export.trace import trace
 from dflash_trt.export.weights import (
@@ -52,6 +57,7 @@ from dflash_trt.progress import Progress, SilentProgress
 from dflash_trt.runtime.limits import Limits
 
 DEFAULT_SEQ_LEN = 2048
+DEFAULT_PREFILL_CHUNK = 256
 DEFAULT_BRANCHES = 4  # what the D2SD paper runs with
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -92,6 +98,14 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     config.check_expected({role: checkpoint.spec for role, checkpoint in checkpoints.items()})
     precision = settle_precision(config.backend, config.dtype)
     limits = _limits(config, target, drafter, vp_drafter)
+    engines = None
+    if config.backend in ("tensorrt", "tensorrt-rtx"):
+        specs = {role: checkpoint.spec for role, checkpoint in checkpoints.items()}
+        plan = plan_engines(config.backend, config, limits, specs, precision)
+        limits = fit_limits(config, plan, limits)
+        engines = EngineStage(plan, limits, progress)
+    else:
+        check_installed(config.backend)
     tokenizer = _tokenizer_files(target.path)
 
     with atomic_output(config.output, force=config.force) as folder:
@@ -104,10 +118,13 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             started = time.perf_counter()
             model = None
             graph = _graph(role, checkpoint, drafter.spec.taps, precision)
-            if config.backend == "onnxruntime":
+            if config.backend != "torch":
                 with progress.stage(f"Exporting the {role} graph"):
                     module = _meta_module(checkpoint, target, drafter.spec.taps, limits.capacity, precision)
-                    model = export_graph(module, graph, placed[role], folder / role, config.dump_ir)
+                    lower = lower_onnxruntime if engines is None else engines.lower
+                    model = export_graph(module, graph, placed[role], folder / role, config.dump_ir, lower)
+            if engines is not None and model is not None:
+                model = engines.compile(graph, model)
             records[role] = _record(folder, role, graph, placed[role], model)
             own = [path for path in (folder / role).iterdir() if not path.name.startswith(TARGET_PREFIX)]
             size = sum(path.stat().st_size for path in own)
@@ -134,16 +151,22 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             vp_drafter=vp_drafter.spec if vp_drafter else None,
             graphs=records,
             tool_versions=tool_versions(),
-            compute_capability=None,
+            compute_capability=None if engines is None else engines.compute_capability(),
+            engines=None if engines is None else engines.finish(folder),
             costs=None,
             files={},
         )
+        if config.backend == "tensorrt":
+            for role in checkpoints:
+                write_engine_config(folder, info, role)
 
         # 5. Verify what was written, before it appears at the output path.
         report = None
         if config.verify:
-            engine = open_engine(folder, info)
-            report = replace(verify(folder, info, engine, progress), bundle=config.output.name)
+            idle = "" if info.engines is None else why_not_runnable(info.engines)
+            engine = None if idle else open_engine(folder, info)
+            report = report_not_run(folder, info, idle) if engine is None else verify(folder, info, engine, progress)
+            report = replace(report, bundle=config.output.name)
             (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
             if not report.passed:
                 raise CheckFailed(
@@ -151,7 +174,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
-            if limits.branches:
+            if limits.branches and engine is not None:
                 with progress.stage("Measuring passes"):
                     info = replace(info, costs=measure_costs(engine))
 
@@ -162,15 +185,20 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
 
 
 def export_graph(
-    module: torch.nn.Module, graph: GraphSpec, weights: PlacedWeights, folder: Path, dump: Path | None
+    module: torch.nn.Module,
+    graph: GraphSpec,
+    weights: PlacedWeights,
+    folder: Path,
+    dump: Path | None,
+    lower: Callable[[ir.Model], ir.Model] = lower_onnxruntime,
 ) -> Path:
-    """Trace -> portable graph -> standard graph, saved as model.onnx beside its weights; returns the file."""
+    """Trace -> portable graph -> lowered graph, saved as model.onnx beside its weights; returns the file."""
     model = trace(module, graph)
     _dump(model, weights, dump, graph.role, "0-traced.onnx")
     AttachFunctions()(model)
     _dump(model, weights, dump, graph.role, "1-portable.onnx")
-    lower_onnxruntime(model)
-    _dump(model, weights, dump, graph.role, "2-standard.onnx")
+    lower(model)
+    _dump(model, weights, dump, graph.role, "2-lowered.onnx")
     weights.bind(model)
     ir.save(model, folder / MODEL)
     return folder / MODEL
@@ -190,6 +218,7 @@ def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, role: str,
 
 
 def _refuse_contradictions(config: BuildConfig) -> None:
+    config.check_backend()
     if config.vp_drafter is None:
         for name in ("branches", "vp_block_size"):
             if getattr(config, name) is not None:
@@ -260,7 +289,7 @@ def _limits(
         max_seq_len=max_seq_len,
         max_input_len=max_input_len,
         block_size=block_size,
-        prefill_chunk=min(config.prefill_chunk, max_input_len),
+        prefill_chunk=min(config.prefill_chunk or DEFAULT_PREFILL_CHUNK, max_input_len),
         vp_block_size=vp_block_size,
         branches=branches,
     )

@@ -15,6 +15,9 @@ class Progress(Protocol):
     def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]:
         """A stage of work; the function it gives is called with what was done, in units of `total`."""
 
+    def note(self, text: str) -> None:
+        """Something to know that stays, between stages."""
+
 
 class SilentProgress:
     """Shows nothing."""
@@ -23,9 +26,12 @@ class SilentProgress:
     def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
         yield lambda amount: None
 
+    def note(self, text: str) -> None:
+        pass
+
 
 class RichProgress:
-    """A bar with rate and estimate per stage, on stderr."""
+    """A bar with rate and estimate per stage, and notes, on stderr."""
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
@@ -43,3 +49,8 @@ class RichProgress:
             task = bar.add_task(name, total=total)
             yield lambda amount: bar.advance(task, amount)
             bar.update(task, completed=total or 1, total=total or 1)
+
+    def note(self, text: str) -> None:
+        from rich.console import Console
+
+        Console(stderr=True).print(text, highlight=False, markup=False)

@@ -123,3 +123,13 @@ def run_cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Outcome(stopped.value.code, captured.out, captured.err)
 
     return run
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests measured: `record_property("figure", text)`."""
+    properties = [pair for report in terminalreporter.getreports("passed") for pair in report.user_properties]
+    figures = [text for name, text in properties if name == "figure"]
+    if figures:
+        terminalreporter.section("figures")
+        for text in figures:
+            terminalreporter.write_line(str(text))

@@ -14,6 +14,8 @@ from dflash_trt.export.contract import GraphSpec
 BACKENDS: dict[str, tuple[str, tuple[Dtype, ...]]] = {
     "onnxruntime": ("onnxruntime", ("float32",)),
     "torch": ("torch", ("float32", "float16", "bfloat16")),
+    "tensorrt": ("tensorrt", ("bfloat16", "float16", "float32")),
+    "tensorrt-rtx": ("tensorrt_rtx", ("bfloat16", "float16", "float32")),
 }
 
 # A device array of the backend's own (numpy, torch): the runtime only slices it and hands it back.
@@ -61,7 +63,10 @@ class Session(Protocol):
         """The capacity to allocate when `needed` slots are: engines of fixed shape take `limit` at once."""
 
     def stack(self, features: Sequence[Sequence[Array]], rows: int) -> Array:
-        """The pieces [n, F] of each row back to back, cut or padded with zeros to [len(features), rows, F]."""
+        """The pieces [n, F] of each row back to back, cut or padded with zeros to [len(features), rows, F].
+
+        Holds until the session's next pass.
+        """
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str], cache: Any) -> dict[str, Array]:
         """Runs the graph; `cache` is updated in place.
@@ -69,8 +74,21 @@ class Session(Protocol):
         Args:
             cache: one this session made.
             inputs: numpy arrays in the dtypes of the contract; context_features may be what a session returned.
-            outputs: the names wanted. `context_features` comes back as the backend's own array, others as numpy.
+            outputs: the names wanted. `context_features` comes back as the backend's own array, others as numpy. That
+                array may be a buffer of the session: it holds until the session's next pass.
         """
+
+
+class DeviceSession(Session, Protocol):
+    """A session whose passes can be steps of something larger on its device, which nothing waits for.
+
+    Its caches hold torch tensors.
+    """
+
+    device: str
+
+    def forward(self, inputs: Mapping[str, Array], cache: Any) -> dict[str, Array]:
+        """All outputs of the graph but the caches, for torch tensors on the device: they hold until the next pass."""
 
 
 def bucket(needed: int, limit: int) -> int:

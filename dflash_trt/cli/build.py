@@ -20,7 +20,11 @@ _DIR = click.Path(path_type=Path)
     "--backend", type=click.Choice(["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]), help="[default: onnxruntime]"
 )
 @click.option("--config", type=_DIR, help="YAML file of build options; options on the line win.")
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="[default: float32]")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    help="[default: float32; with TensorRT and TensorRT-RTX bfloat16]",
+)
 @click.option("--max-batch-size", type=int, help="Sequences decoded at once.  [default: 1]")
 @click.option("--max-seq-len", type=int, help="Prompt and output, in tokens.  [default: 2048, or what was trained]")
 @click.option("--max-input-len", type=int, help="Prompt, in tokens.  [default: max-seq-len - 1]")
@@ -30,6 +34,16 @@ _DIR = click.Path(path_type=Path)
 @click.option("--dump-ir", type=_DIR, help="Write the graph after each stage to this folder.")
 @click.option("--no-verify", "verify", flag_value=False, default=None, help="Skip the verification.")
 @click.option("--force", is_flag=True, default=None, help="Replace an existing bundle.")
+@click.option("--stop-after", type=click.Choice(["lower"]), help="TensorRT: write everything up to the engines.")
+@click.option("--compute-capability", metavar="N,...", help="TensorRT-RTX: GPUs, as 86,89.  [default: this one]")
+@click.option("--plugins", type=click.Choice(["on", "off", "auto"]), help="TensorRT: use our plugins.  [default: auto]")
+@click.option("--tensorrt-version", metavar="X.Y", help="With --stop-after: whose parser.  [default: installed]")
+@click.option("--builder-optimization-level", type=int, help="TensorRT: 0 to 5, fast to thorough.")
+@click.option("--workspace", type=int, metavar="MIB", help="TensorRT: memory a layer may use.")
+@click.option("--weight-streaming", is_flag=True, default=None, help="TensorRT: weights may stay in host memory.")
+@click.option("--refit", is_flag=True, default=None, help="TensorRT: weights can be replaced later.")
+@click.option("--input-timing-cache", type=_DIR, help="TensorRT: what an earlier build measured.")
+@click.option("--output-timing-cache", type=_DIR, help="TensorRT: where to keep what this one measures.")
 def command(config: Path | None, **options: Any) -> None:
     """Compile a target and a drafter into a bundle.
 

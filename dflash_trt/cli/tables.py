@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # doctor and inspect must work where torch does not
-    from dflash_trt.evaluation.verify import VerifyReport
+    from dflash_trt.evaluation.report import VerifyReport
     from dflash_trt.pipeline import BuildResult
+    from dflash_trt.preflight.report import PreflightReport
 
 _STATUS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
@@ -38,6 +39,23 @@ def print_report(report: VerifyReport) -> None:
         measured = "; ".join(part for part in (figures, check.reason) if part)
         table.add_row(check.name, Text(check.status, style=_STATUS[check.status]), measured, check.limit)
     _console().print(table)
+
+
+def print_preflight(report: PreflightReport) -> None:
+    """What was found against each graph, what its engine would cost, and the answer."""
+    for graph in report.graphs:
+        table = Table(title=f"{graph.name}: {report.target}", title_justify="left")
+        for name in ("rule", "where", "fault"):
+            table.add_column(name, overflow="fold")
+        for fault in graph.faults:
+            table.add_row(Text(fault.rule, style="red"), fault.where, fault.text)
+        if graph.faults:
+            _console().print(table)
+        for line in graph.estimate.lines():
+            _print_whole(f"{graph.name}: {line}")
+    _print_whole(f"plugin registry: {report.registry}")
+    _print_whole(f"inputs, outputs, profiles: {report.interface}")
+    _print_whole(report.summary())
 
 
 def print_description(description: dict[str, Any]) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dflash_trt.bundle import BundleInfo
 from dflash_trt.errors import BackendError
+from dflash_trt.evaluation.engine_checks import engine_checks, network_checks, not_run_checks
 from dflash_trt.evaluation.losslessness import TIE, Comparison, compare_outputs
-from dflash_trt.evaluation.numbers import LIMITS, compare_graphs
+from dflash_trt.evaluation.numbers import LIMITS, ROW_LIMIT, compare_graphs
 from dflash_trt.evaluation.probes import PROBES
+from dflash_trt.evaluation.report import Check, Status, VerifyReport
 from dflash_trt.evaluation.trace_summary import StepView
 from dflash_trt.loading import open_engine, open_info, reference_session
 from dflash_trt.progress import Advance, Progress, SilentProgress
@@ -27,43 +27,6 @@ MAX_TIES = 0.1  # of the comparisons: on sixteen of them one tie can be chance, 
 PROBE_TOKENS = 48
 SETTINGS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.8, "seed": 1234})
 
-Status = Literal["passed", "failed", "not run"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check: what was measured, against which limit, or why it was not run."""
-
-    name: str
-    status: Status
-    measured: dict[str, Any]
-    limit: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """All checks of one bundle."""
-
-    bundle: str
-    backend: str
-    precision: str
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(check.status != "failed" for check in self.checks)
-
-    def failures(self) -> str:
-        """The failed checks in one line."""
-        return "; ".join(
-            f"{check.name} ({check.reason}; limit: {check.limit})" for check in self.checks if check.status == "failed"
-        )
-
-    def to_json(self) -> str:
-        return json.dumps({**asdict(self), "passed": self.passed}, indent=2) + "\n"
-
-
 def verify_folder(folder: Path, progress: Progress | None = None) -> VerifyReport:
     """Verifies the bundle in `folder`, after checking its files."""
     info = open_info(folder)
@@ -74,6 +37,9 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
     """Verifies a bundle whose files were checked, or just written, and its engine."""
     progress = progress or SilentProgress()
     checks = []
+    if info.engines is not None:
+        with progress.stage("Reading engines back"):
+            checks += [*network_checks(info), *engine_checks(folder, info)]
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))
     with progress.stage("Verifying losslessness", len(PROBES) * len(SETTINGS)) as advance:
@@ -84,10 +50,19 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
     return VerifyReport(str(folder.name), info.backend, info.precision, tuple(checks))
 
 
+def report_not_run(folder: Path, info: BundleInfo, reason: str) -> VerifyReport:
+    """What can be said of engines that cannot run here: their networks; the rest is not run, and why."""
+    checks = (*network_checks(info), *not_run_checks(info, reason))
+    return VerifyReport(folder.name, info.backend, info.precision, checks)
+
+
 def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[Check]:
     """Each graph output of the backend against the torch reference, on the same inputs."""
     share = f"{LIMITS[info.precision]:g}"
-    limit = f"finite; error <= {share} of a value's magnitude and the median's; ids agree but for near ties"
+    limit = (
+        f"finite; error <= {share} of a value's magnitude or of the median's, <= {ROW_LIMIT} of a row's length; "
+        "ids agree but for near ties"
+    )
     for role in info.roles:
         if info.backend == "torch":
             yield Check(f"numbers: {role}", "not run", {}, limit, "the torch backend is the reference")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.backends.parser_ops import ParserVersion, first_version, support
+from dflash_trt.backends.parser_ops import first_version, support
+from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.errors import ExportError
 
 _PAST_THE_END = (1 << 63) - 1

@@ -151,10 +151,11 @@ class DecodeBatch(Batch):
         self._target_cache = target.new_cache(len(sequences), capacity)
         self._proposer = None
         if drafter is not None:
-            shape = len(sequences), capacity, mask_token_id
-            first, second = Drafter(drafter, *shape, limits.block_size), None
+            shape, path = (len(sequences), capacity, mask_token_id), limits.longest_path
+            first, second = Drafter(drafter, *shape, limits.block_size, (path,)), None
             if vp_drafter is not None and policy is not None:
-                second = Drafter(vp_drafter, *shape, limits.redraft_rows * limits.vp_block_size)
+                block = limits.redraft_rows * limits.vp_block_size
+                second = Drafter(vp_drafter, *shape, block, (path, limits.longest_pending))
             self._proposer = Proposer(limits, first, second, policy)
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:

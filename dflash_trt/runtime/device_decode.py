@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dflash_trt.backends.base import Array
-from dflash_trt.backends.torch import TorchCache, TorchSession
+from dflash_trt.backends.base import Array, Cache, DeviceSession
+from dflash_trt.backends.torch import TorchCache
 from dflash_trt.runtime.decode import Batch, checked
 from dflash_trt.runtime.device_step import DeviceStep
 from dflash_trt.runtime.drafter import inject, not_finite
@@ -27,16 +27,16 @@ class DeviceSlots:
 
     def __init__(
         self,
-        target: TorchSession,
-        drafter: TorchSession,
-        vp_drafter: TorchSession | None,
+        target: DeviceSession,
+        drafter: DeviceSession,
+        vp_drafter: DeviceSession | None,
         limits: Limits,
         mask_token_id: int,
     ) -> None:
         self.target, self.drafter, self.vp_drafter = target, drafter, vp_drafter
         self.limits, self.mask_token_id = limits, mask_token_id
-        sessions = [target, drafter] if vp_drafter is None else [target, drafter, vp_drafter]
-        self._caches = [session.new_cache(limits.max_batch_size, limits.capacity) for session in sessions]
+        self._sessions = [target, drafter] if vp_drafter is None else [target, drafter, vp_drafter]
+        self._caches = [session.new_cache(limits.max_batch_size, limits.capacity) for session in self._sessions]
         self._steps: dict[tuple[int, int], DeviceStep] = {}
         self._pool: Any = None
 
@@ -53,13 +53,13 @@ class DeviceSlots:
                 branches=branches,
                 caches=[_first_rows(cache, batch) for cache in self._caches[: 3 if branches else 2]],
             )
-            if self.target.whole_steps:
+            if all(session.whole_steps for session in self._sessions):
                 self._pool = step.capture(self._pool)
             self._steps[batch, branches] = step
         return self._steps[batch, branches]
 
 
-def _first_rows(cache: TorchCache, rows: int) -> TorchCache:
+def _first_rows(cache: Cache, rows: int) -> TorchCache:
     return TorchCache([buffer[:rows] for buffer in cache.buffers])
 
 

@@ -5,6 +5,7 @@
 
 Nothing in it waits for the host or has a shape that depends on data, so on a CUDA device it is captured once and then
 replayed; on a CPU the same code runs eagerly with the operators' references. The host reads one small tensor a step.
+What a session's pass gives may be overwritten by its next: each session has one pass a step.
 
 Shapes are always the full ones. Sizes of blocks, branches and trees are those of the host loop, near the end of a
 sequence too, as lengths in tensors: steps are the same, token for token.
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dflash_trt.backends.torch import TorchCache, TorchSession
+from dflash_trt.backends.base import Cache, DeviceSession
 from dflash_trt.export.contract import Role
 from dflash_trt.ops.accepted_path import accept_path, addresses, gather_features, move_rows_
 from dflash_trt.runtime.device_staircase import (
@@ -110,15 +111,15 @@ class DeviceStep:
 
     def __init__(
         self,
-        target: TorchSession,
-        drafter: TorchSession,
+        target: DeviceSession,
+        drafter: DeviceSession,
         limits: Limits,
         mask_token_id: int,
         batch: int,
         *,
-        vp_drafter: TorchSession | None = None,
+        vp_drafter: DeviceSession | None = None,
         branches: int = 0,
-        caches: Sequence[TorchCache] | None = None,
+        caches: Sequence[Cache] | None = None,
     ) -> None:
         if (vp_drafter is None) != (branches == 0) or not 0 <= branches <= limits.branches:
             raise ValueError(f"{branches} branches of at most {limits.branches}, with VP drafter {vp_drafter}")

@@ -78,15 +78,24 @@ class Drafter:
         capacity: cache slots of each row.
         mask_token_id: fills what is to be drafted.
         full_size: tokens of a row's largest block; graphs of a fixed shape always take so many.
+        full_rows: rows of features that those graphs take, ascending: the fewest that hold what is pending.
     """
 
-    def __init__(self, session: Session, batch: int, capacity: int, mask_token_id: int, full_size: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        batch: int,
+        capacity: int,
+        mask_token_id: int,
+        full_size: int,
+        full_rows: Sequence[int],
+    ) -> None:
         self.mask_token_id = mask_token_id
-        self._session, self._full_size = session, full_size
+        self._session, self._full_size, self._full_rows = session, full_size, full_rows
         self.cache = session.new_cache(batch, capacity)
         self._injected = np.zeros(batch, np.int64)
         self._pending: list[list[Array]] = [[] for _ in range(batch)]
-        self._nothing: Array = None  # an array like the pending ones, for rows without
+        self._nothing: Array = None  # no features [0, T*H], for rows without pending ones
 
     def resize(self, capacity: int) -> None:
         """Gives every row `capacity` slots."""
@@ -97,14 +106,14 @@ class Drafter:
         return sum(len(piece) for piece in self._pending[row])
 
     def accept(self, row: int, features: Array) -> None:
-        """Takes features [n, T*H] of tokens just committed; the next pass injects them."""
+        """Takes features [n, T*H] of tokens just committed, and keeps them: the next pass injects them."""
         self._pending[row].append(features)
 
     def prefill(self, row: int, features: Array, size: int) -> None:
         """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
         inject(self._session, self.cache.row(row), features, size, int(self._injected[row]), self.mask_token_id)
         self._injected[row] += size
-        self._nothing = features[0, :1]
+        self._nothing = features[0, :0]
 
     def draft(self, blocks: Mapping[int, Block]) -> dict[int, Draft]:
         """Injects the pending features of the rows in `blocks` and fills their blocks, all in one pass.
@@ -113,8 +122,9 @@ class Drafter:
             BackendError: a confidence that is not finite.
         """
         batch, size = len(self._pending), max(len(block.ids) for block in blocks.values())
+        rows = max(1, *(self.pending(row) for row in blocks))
         if self._session.fixed_shapes:
-            size = self._full_size
+            size, rows = self._full_size, next(full for full in self._full_rows if full >= rows)
         ids = np.full((batch, size), self.mask_token_id, np.int64)
         offsets, lengths = np.zeros((batch, size), np.int64), np.zeros(batch, np.int64)
         visibility = np.repeat(np.eye(size, dtype=np.bool_)[None], batch, axis=0)
@@ -125,7 +135,7 @@ class Drafter:
             contexts[row], lengths[row] = self._injected[row], self.pending(row)
         pieces = [(self._pending[row] if row in blocks else []) or [self._nothing] for row in range(batch)]
         inputs = {
-            "context_features": self._session.stack(pieces, max(1, int(lengths.max()))),
+            "context_features": self._session.stack(pieces, rows),
             "feature_len": lengths,
             "context_len": contexts,
             "block_ids": ids,

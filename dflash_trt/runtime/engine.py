@@ -69,8 +69,8 @@ class Engine:
     Attributes:
         vp_drafter: of a D2SD bundle, else None.
         costs: seconds of passes by tokens, which `branches="auto"` needs; None where they were not measured.
-        device_step: whether decode steps run whole on the sessions' device where they can (torch sessions only): those
-            of plain greedy requests with speculation, a number of branches and no trace. The output is the same.
+        device_step: whether decode steps run whole on the sessions' device where they can (`DeviceSession`s only):
+            those of plain greedy requests with speculation, a number of branches and no trace. The output is the same.
     """
 
     def __init__(
@@ -88,19 +88,21 @@ class Engine:
         costs: PassCosts | None = None,
         device_step: bool | None = None,
     ) -> None:
-        """`device_step`: None for what the target's session says is best (yes on a CUDA device).
+        """`device_step`: None for what the sessions say is best (yes on a CUDA device).
 
         Raises:
-            UsageError: `device_step` is asked for with sessions that are not torch's.
+            UsageError: `device_step` is asked for with sessions that cannot.
         """
-        if device_step and target.whole_steps is None:
-            raise UsageError("needs the torch backend", where="device_step", mend="Leave it out")
         self.target, self.drafter, self.vp_drafter = target, drafter, vp_drafter
+        whole_steps = [session.whole_steps for session in self.sessions.values()]
+        if device_step and None in whole_steps:
+            mend = "Leave it out"
+            raise UsageError("needs sessions on a device, of torch or TensorRT", where="device_step", mend=mend)
         self.tokenizer = tokenizer
         self.limits = limits
         self.system = system
         self.costs = costs
-        self.device_step = bool(target.whole_steps) if device_step is None else device_step
+        self.device_step = all(whole_steps) if device_step is None else device_step
         self._free_slots: list[DeviceSlots] = []
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -235,7 +237,7 @@ class Engine:
         from dflash_trt.runtime.device_decode import DeviceDecodeBatch, DeviceSlots
 
         if not self._free_slots:
-            target, drafter, vp_drafter = cast(Any, (self.target, self.drafter, self.vp_drafter))  # torch's
+            target, drafter, vp_drafter = cast(Any, (self.target, self.drafter, self.vp_drafter))  # on devices
             self._free_slots.append(DeviceSlots(target, drafter, vp_drafter, self.limits, self.mask_token_id))
         return DeviceDecodeBatch(self._free_slots.pop(), sequences, branches, self._free_slots.append)
 

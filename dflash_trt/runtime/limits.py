@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from dflash_trt.checkpoint.spec import Frozen
 
+_SLOTS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Frozen):
@@ -69,5 +71,8 @@ class Limits(Frozen):
 
     @property
     def capacity(self) -> int:
-        """Cache slots, and rows of the rotary tables: a step may begin at the last position of a sequence."""
-        return self.max_seq_len + self.step_slots
+        """Cache slots, and rows of the rotary tables: a step may begin at the last position of a sequence.
+
+        Whole multiples of 64: the rows of a cache then begin where TensorRT takes an address, at 256 bytes.
+        """
+        return -(-(self.max_seq_len + self.step_slots) // _SLOTS) * _SLOTS

@@ -15,7 +15,8 @@ from export.small_pair import Kind, small_pair
 from onnx import parser as onnx_text
 from ops.op_cases import attention_model, injection_model
 
-from dflash_trt.backends.parser_ops import _TABLES, Flavour, ParserVersion, Support, first_version, support
+from dflash_trt.backends.parser_ops import _TABLES, Support, first_version, support
+from dflash_trt.backends.parser_version import Flavour, ParserVersion
 from dflash_trt.errors import UsageError
 from dflash_trt.ops import DOMAIN, OPSET, kv_injection_onnx, staircase_attention_onnx
 from dflash_trt.passes.bind_plugins import BindPlugins

@@ -23,7 +23,7 @@ from ops.op_cases import ort_session
 
 from dflash_trt.backends import parser_ops
 from dflash_trt.backends.onnxruntime import OrtSession
-from dflash_trt.backends.parser_ops import ParserVersion
+from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.errors import ExportError
 from dflash_trt.ops import DOMAIN, OPSET, staircase_attention
 from dflash_trt.passes.attach_functions import AttachFunctions

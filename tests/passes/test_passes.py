@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.errors import ExportError
 from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
 from dflash_trt.passes.attach_functions import AttachFunctions
+from dflash_trt.passes.bind_plugins import BindPlugins
 from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.simplify import Simplify
@@ -248,6 +250,9 @@ def test_simplify_keeps_dimensions_dynamic(graph: Graph) -> None:
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [(v.name, v.dtype, str(v.shape)) for v in theirs]
 
 
+# --- CheckInPlace ---
+
+
 @pytest.mark.parametrize("fault", ["second write", "second reader"])
 def test_check_in_place_refuses_a_cache_that_would_be_copied(fault: str) -> None:
     past = ir.val("past_key_0", ir.DataType.FLOAT, [1, 1, 8, 4])
@@ -264,3 +269,62 @@ def test_check_in_place_refuses_a_cache_that_would_be_copied(fault: str) -> None
     graph = ir.Graph([past, rows, start], [present], nodes=nodes, opset_imports={"": 24}, name="g")
     with pytest.raises(ExportError, match=r"past_key_0|present_key_0"):
         CheckInPlace()(ir.Model(graph, ir_version=10))
+
+
+def bound(graph: Graph) -> ir.Model:
+    model = graph.portable()
+    BindPlugins(head_dims=(16,), attention_dtypes=(ir.DataType.FLOAT,))(model)
+    return model
+
+
+def test_check_in_place_takes_plugins_and_scatters(graph: Graph) -> None:
+    simplified = graph.inlined()
+    Simplify()(simplified)
+    for model in (bound(graph), simplified):
+        before = model_bytes(model)
+        assert not CheckInPlace()(model).modified
+        assert model_bytes(model) == before
+
+
+def swap_caches(node: ir.Node, _: ir.Node) -> None:
+    key, value = node.inputs[-2:]
+    node.replace_input_with(len(node.inputs) - 2, value)
+    node.replace_input_with(len(node.inputs) - 1, key)
+
+
+def read_before(node: ir.Node, _: ir.Node) -> None:
+    """Attention over the caches as they were."""
+    attention = next(use.node for use in node.outputs[0].uses() if use.node.op_type == staircase_attention.NAME)
+    attention.replace_input_with(1, node.inputs[-2])
+
+
+def write_as_rows(node: ir.Node, _: ir.Node) -> None:
+    """A cache that is the new rows, too."""
+    node.replace_input_with(1, node.inputs[-1])
+
+
+def take_anothers(node: ir.Node, other: ir.Node) -> None:
+    node.replace_input_with(len(node.inputs) - 2, other.inputs[-2])
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (swap_caches, "present_key_0"),
+        (read_before, r"past_key_0: is read by node .* \(StaircaseAttention\) besides its update"),
+        (write_as_rows, r"past_value_0: is read by node .* \(KVInjection\) besides its update"),
+        (take_anothers, "present_key_0"),
+    ],
+)
+def test_check_in_place_refuses_plugins_that_would_copy(change: Callable, where: str) -> None:
+    model = bound(small_pair().target)
+    change(*injections(model)[:2])
+    with pytest.raises(ExportError, match=where):
+        CheckInPlace()(model)
+
+
+def test_check_in_place_refuses_a_cache_without_its_output(graph: Graph) -> None:
+    model = bound(graph)
+    model.graph.outputs.remove(next(value for value in model.graph.outputs if value.name == "present_value_1"))
+    with pytest.raises(ExportError, match="caches: 4 past inputs, 3 present outputs"):
+        CheckInPlace()(model)

@@ -51,12 +51,12 @@ def _nodes(nodes) -> list[onnx.NodeProto]:
 
 
 def test_each_stage_is_dumped_for_both_roles(stages):
-    names = [f"{role}.{stage}.onnx" for role in LAYERS for stage in ("0-traced", "1-portable", "2-standard")]
+    names = [f"{role}.{stage}.onnx" for role in LAYERS for stage in ("0-traced", "1-portable", "2-lowered")]
     assert sorted(stages) == sorted(names)
 
 
 @pytest.mark.parametrize("role", LAYERS)
-@pytest.mark.parametrize("stage", ["0-traced", "1-portable", "2-standard"])
+@pytest.mark.parametrize("stage", ["0-traced", "1-portable", "2-lowered"])
 def test_every_stage_has_the_io_of_the_contract(stages, role, stage):
     graph = stages[f"{role}.{stage}.onnx"].graph
     caches = [f"{kind}_{i}" for i in range(LAYERS[role]) for kind in ("key", "value")]
@@ -80,7 +80,7 @@ def test_the_portable_graph_calls_the_two_operators_and_has_their_bodies(stages,
 
 @pytest.mark.parametrize("role", LAYERS)
 def test_the_standard_graph_has_standard_operators_alone(stages, bundle, role):
-    model = stages[f"{role}.2-standard.onnx"]
+    model = stages[f"{role}.2-lowered.onnx"]
     assert not model.functions
     assert {opset.domain: opset.version for opset in model.opset_import} == {"": 24}
     assert {node.domain for node in _nodes(model.graph.node)} == {""}
@@ -98,7 +98,7 @@ def test_a_dump_holds_no_weights_and_names_the_bundles_files(stages, bundle):
                 assert tensor.ByteSize() < 128
 
 
-@pytest.mark.parametrize("stage", ["1-portable", "2-standard"])
+@pytest.mark.parametrize("stage", ["1-portable", "2-lowered"])
 def test_a_dump_opens_where_it_lies(bundle, dumps, stage):
     """Portable graphs run as they are: the weights are linked beside them."""
     info = open_info(bundle)

@@ -526,7 +526,7 @@ def test_sessions_that_cannot(tmp_path: Path) -> None:
     own = engine_of(tmp_path, "dflash")
     rest = {"mask_token_id": 8, "eos_token_ids": (), "vocab_size": 9}
     other: Any = SimpleNamespace(whole_steps=None)
-    with pytest.raises(UsageError, match="device_step: needs the torch backend"):
+    with pytest.raises(UsageError, match="device_step: needs sessions on a device"):
         Engine(other, own.drafter, own.tokenizer, own.limits, device_step=True, **rest)
     assert not Engine(other, own.drafter, own.tokenizer, own.limits, **rest).device_step
     assert Engine(own.target, own.drafter, own.tokenizer, own.limits, device_step=True, **rest).device_step
@@ -561,7 +561,8 @@ def test_each_step_is_captured_once_and_replayed(tmp_path: Path, monkeypatch: py
         return graphs[-1]
 
     monkeypatch.setattr(device_step, "captured", captured)
-    engine.target.whole_steps = True
+    for session in engine.sessions.values():
+        session.whole_steps = True
     engine.device_step = True
     steps = 0
     for sizes, branches in (((3,), 4), ((8,), 4), ((3, 8), 4), ((9,), 4), ((9,), 1), ((4, 4), 4)):
