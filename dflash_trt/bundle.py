@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_trt import __version__
-from dflash_trt.backends.engine_record import EngineRecord
+from dflash_trt.backends.engine_record import PLUGIN_FOLDER, EngineRecord
 from dflash_trt.checkpoint.spec import DecoderSpec, DrafterSpec, Dtype, Frozen, RopeSpec, TargetSpec
 from dflash_trt.config import BackendName
 from dflash_trt.documents import DocumentError, parse, to_values
@@ -37,6 +37,7 @@ CONFIG = "config.json"
 REPORT = "report.json"
 MODEL = "model.onnx"
 _NO_DIGEST = "0" * 64
+_LINKS = "; its weight files may be hard links to the checkpoint: do not edit that"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +269,7 @@ def check_files(folder: Path, info: BundleInfo) -> None:
             raise BundleError(
                 f"was changed after the build (sha256 {found[:12]}..., built {record.sha256[:12]}...)",
                 where=str(path),
-                mend="Build the bundle again; its weight files may be hard links to the checkpoint: do not edit that",
+                mend=f"Build the bundle again{'' if name.startswith(PLUGIN_FOLDER) else _LINKS}",
             )
 
 

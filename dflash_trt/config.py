@@ -113,7 +113,7 @@ class BuildConfig(_Options):
         parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         if value is None or isinstance(value, tuple):
             return value
-        found = [re.fullmatch(r"(\d{1,2})\.?(\d)", str(part).strip()) for part in parts]
+        found = [re.fullmatch(r"(1?\d)\.?(\d)", str(part).strip()) for part in parts]
         if not found or None in found:
             raise ValueError("compute capabilities such as 86,89,120")
         return tuple(int(match[1] + match[2]) for match in found if match)

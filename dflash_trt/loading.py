@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, get_args
 
 from dflash_trt import __version__
 from dflash_trt.backends.base import Session
+from dflash_trt.backends.engine_record import EngineRecord, gpu_compute_capability, load_faults
 from dflash_trt.bundle import BundleInfo, check_files, read_info, tool_versions
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import BackendError, BundleError, UsageError
@@ -23,7 +25,7 @@ def load_engine(folder: Path, *, threads: int = 0, device: Device = "cpu") -> En
 
     Args:
         threads: of a CPU; 0 lets the backend choose.
-        device: where to run; "cuda" is for bundles of the torch backend.
+        device: where to run; "cuda" is for bundles of the torch backend, engines of TensorRT run there anyway.
 
     Raises:
         BundleError: missing, damaged, or from another version. BackendError: its backend cannot run here.
@@ -40,6 +42,11 @@ def open_engine(folder: Path, info: BundleInfo, *, threads: int = 0, device: Dev
     if device not in get_args(Device):
         raise UsageError(f"{device} must be cpu or cuda", where="--device", mend="Choose one of them")
     sessions = {role: open_session(folder, info, role, threads=threads, device=device) for role in info.roles}
+    return engine_of(folder, info, sessions)
+
+
+def engine_of(folder: Path, info: BundleInfo, sessions: Mapping[Role, Session]) -> Engine:
+    """A bundle's engine over sessions that are open, one for each of its graphs."""
     return Engine(
         sessions["target"],
         sessions["drafter"],
@@ -63,7 +70,10 @@ def open_info(folder: Path) -> BundleInfo:
 
 
 def _check_versions(folder: Path, info: BundleInfo) -> None:
-    """A bundle from a newer dflash-trt, or for a newer ONNX Runtime than runs here, is refused in plain words."""
+    """A bundle from a newer dflash-trt, or for a newer ONNX Runtime than runs here, is refused in plain words.
+
+    Engines of TensorRT belong to the very version that built them, and to the GPUs they were built for.
+    """
     running = tool_versions()
     names = ("dflash_trt", "onnxruntime") if info.backend == "onnxruntime" else ("dflash_trt",)
     for name in names:
@@ -74,6 +84,26 @@ def _check_versions(folder: Path, info: BundleInfo) -> None:
                 where=str(folder),
                 mend=f"Upgrade {name}, or build the bundle again with dflash-trt {__version__}",
             )
+    if info.engines is not None:
+        _check_engines(folder, info, info.engines)
+
+
+def _check_engines(folder: Path, info: BundleInfo, record: EngineRecord) -> None:
+    from dflash_trt.backends import tensorrt_api
+
+    assert info.backend in ("tensorrt", "tensorrt-rtx")
+    running, missing = None, ""
+    try:
+        running = tensorrt_api.load(info.backend).version
+    except BackendError as error:
+        missing = f"and {error.what}"
+    for what, mend in load_faults(record, running, gpu_compute_capability(), missing):
+        raise BundleError(what, where=str(folder), mend=mend)
+    plugins = record.plugins
+    if plugins is not None and info.files[plugins.file].sha256 != plugins.sha256:
+        found, built = info.files[plugins.file].sha256[:12], plugins.sha256[:12]
+        what = f"is not the plugin library of the engines (sha256 {found}..., built with {built}...)"
+        raise BundleError(what, where=str(folder / plugins.file), mend="Build the bundle again")
 
 
 def _release(version: str, name: str) -> tuple[int, ...]:
@@ -95,7 +125,20 @@ def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0
         return OrtSession(folder / record.model, record.spec, threads=threads)
     if info.backend == "torch":
         return reference_session(folder, info, role, threads=threads, device=device)
-    raise BackendError(f"backend {info.backend} cannot run in this version", where=str(folder))
+    assert info.engines is not None
+    assert record.model is not None
+    from dflash_trt.backends import tensorrt_api
+    from dflash_trt.backends.tensorrt_session import open_engine_session
+
+    plugins = info.engines.plugins
+    return open_engine_session(
+        tensorrt_api.load(info.backend),
+        folder / record.model,
+        record.spec,
+        info.engines.profiles[role],
+        info.limits.capacity,
+        None if plugins is None else folder / plugins.file,
+    )
 
 
 def reference_session(

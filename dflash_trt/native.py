@@ -66,7 +66,7 @@ def library_facts(path: Path) -> dict[str, Any]:
         raise BackendError("is not what a build writes", where=str(facts_file), mend=mend) from None
     if missing:
         raise BackendError(f"lacks {', '.join(sorted(missing))}", where=str(facts_file), mend=mend)
-    if facts["sha256"] != _sha256(path):
+    if facts["sha256"] != file_sha256(path):
         raise BackendError("is not the library that was built (sha256 differs)", where=str(path), mend=mend)
     return facts
 
@@ -144,7 +144,7 @@ def build_library(
         "tensorrt": tensorrt,
         "triton": json.loads((generated / "kernels.json").read_text())["versions"]["triton"],
         "compute_capabilities": list(dict.fromkeys(compute_capabilities)),
-        "sha256": _sha256(work / LIBRARY_NAME),
+        "sha256": file_sha256(work / LIBRARY_NAME),
     }
     path = folder / LIBRARY_NAME
     facts_file = work / path.with_suffix(".json").name
@@ -195,6 +195,7 @@ def _header_version(include: Path) -> str:
     return ".".join(numbers)
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash_trt.backends.base import numpy_dtype
 from dflash_trt.backends.profiles import Profile
 from dflash_trt.backends.tensorrt_api import TensorRT
+from dflash_trt.errors import BundleError
 from dflash_trt.export.contract import GraphSpec, TensorSpec
 
 ALIGNMENT = 256  # bytes, of every address an engine is given
+
+
+def check_engine(
+    api: TensorRT,
+    engine: Any,
+    file: Path,
+    graph: GraphSpec,
+    profiles: Sequence[Profile],
+    capacity: int,
+    *,
+    plugins: bool,
+) -> None:
+    """Raises BundleError where the engine of a file is not this graph's."""
+    faults = [*engine_io_faults(api, engine, graph, profiles, plugins=plugins), *row_faults(graph, profiles, capacity)]
+    if faults:
+        what = "\n  ".join((f"is not the engine of this bundle's {graph.role} graph:", *faults))
+        raise BundleError(what, where=str(file), mend="Build the bundle again")
 
 
 def engine_io_faults(

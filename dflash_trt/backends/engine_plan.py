@@ -41,6 +41,7 @@ class EnginePlan:
         api: None where the build stops before it is needed, and `missing` says what is not there.
         binds: whether calls become plugins; else TensorRT's own layers do the work. `plugins_reason` says why.
         library, plugins: the plugin library; None where nothing is bound, or where the build stops before it is needed.
+        compute_capabilities: the engines are for; empty where the build stops before and none was named.
         missing: what an engine would need that this machine does not have, in one line; empty where all is there.
     """
 
@@ -51,14 +52,11 @@ class EnginePlan:
     library: Path | None
     plugins: PluginRecord | None
     plugins_reason: str
+    compute_capabilities: tuple[int, ...]
     options: BuilderOptions
     timing_cache: TimingCache | None
     stops: bool
     missing: str
-
-    def gpu_options(self) -> BuilderOptions:
-        """The options without compute capabilities, for a builder that compiles for the GPU at hand."""
-        return replace(self.options, compute_capabilities=())
 
 
 def plan_engines(
@@ -88,7 +86,7 @@ def plan_engines(
             else:
                 raise
     options = BuilderOptions(
-        compute_capabilities=capabilities,
+        compute_capabilities=capabilities if flavour == "tensorrt-rtx" else (),
         optimization_level=config.builder_optimization_level,
         workspace=config.workspace,
         refit=config.refit,
@@ -98,10 +96,11 @@ def plan_engines(
     timing_cache = None if files == (None, None) else TimingCache(*files)
     if not missing and flavour == "tensorrt" and gpu is None:
         missing = "TensorRT compiles for the GPU at hand, and torch sees none: run the build where one is"
-    plan = EnginePlan(flavour, api, parser, binds, library, plugins, reason, options, timing_cache, stops, missing)
     if api is not None and not stops:
-        check_options(api, options if api.compiles_ahead else plan.gpu_options(), timing_cache)
-    return plan
+        check_options(api, options, timing_cache)
+    return EnginePlan(
+        flavour, api, parser, binds, library, plugins, reason, capabilities, options, timing_cache, stops, missing
+    )
 
 
 def fit_limits(config: BuildConfig, plan: EnginePlan, limits: Limits) -> Limits:
@@ -127,7 +126,10 @@ def _parser(flavour: Flavour, asked: str | None, api: TensorRT | None, stops: bo
         if not stops:
             mend = "Leave it out, or add --stop-after lower"
             raise UsageError("the installed version is what builds", where="--tensorrt-version", mend=mend)
-        return ParserVersion.parse(asked, flavour)
+        try:
+            return ParserVersion.parse(asked, flavour)
+        except UsageError as error:
+            raise UsageError(error.what, where="--tensorrt-version", mend=error.mend) from error
     return api.parser if api is not None else ParserVersion.parse(DEFAULT_PARSER[flavour], flavour)
 
 

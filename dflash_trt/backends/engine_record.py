@@ -120,18 +120,22 @@ def gpu_compute_capability() -> int | None:
     return 10 * major + minor
 
 
-def load_faults(record: EngineRecord, running: str | None, gpu: int | None) -> Iterator[tuple[str, str]]:
+def load_faults(
+    record: EngineRecord, running: str | None, gpu: int | None, missing: str = ""
+) -> Iterator[tuple[str, str]]:
     """Why the engines cannot run here, and how to mend it.
 
     Args:
         running: the version of the installed TensorRT of the engines' kind, None where there is none.
+        missing: why there is none, where that is known.
         gpu: the compute capability of the GPU at hand, None where there is none.
     """
     if record.stage == "lowered":
         yield "was lowered only and has no engines", "Build it without --stop-after lower, where a GPU is"
         return
     if running is None:
-        yield f"built with {record.name} {record.version}, which is not installed", f"Install {record.name}"
+        why = missing or "which is not installed"
+        yield f"built with {record.name} {record.version}, {why}", f"Install {record.name} {record.version}"
     elif running != record.version:
         mend = f"Build the bundle again, or install {record.name} {record.version}"
         yield f"built with {record.name} {record.version}, running {running}", mend

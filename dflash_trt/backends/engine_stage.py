@@ -16,6 +16,7 @@ from dflash_trt.backends.profiles import Profile, profiles
 from dflash_trt.backends.tensorrt_api import NAMES
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec, Role
+from dflash_trt.native import file_sha256
 from dflash_trt.passes.preflight import Preflight, PreflightTarget
 from dflash_trt.progress import Progress
 from dflash_trt.runtime.limits import Limits
@@ -66,10 +67,9 @@ class EngineStage:
         if plan.api is None:
             raise BackendError(plan.missing, where=f"{graph.role} graph")
         engine = model.with_name(ENGINE)
-        options = plan.options if plan.api.compiles_ahead else plan.gpu_options()
         with self._progress.stage(f"Compiling the {graph.role} engine"):
             self._facts[graph.role] = build_engine(
-                plan.api, model, graph, given, options, engine,
+                plan.api, model, graph, given, plan.options, engine,
                 plugins=plan.binds, timing_cache=self._cache,
             )  # fmt: skip
         if self._cache is not None and self._cache.write is not None:
@@ -78,18 +78,25 @@ class EngineStage:
         return engine
 
     def finish(self, folder: Path) -> EngineRecord:
-        """Puts the plugin library into the bundle in `folder`; returns what there is to say of all engines."""
+        """Puts the plugin library into the bundle in `folder`; returns what there is to say of all engines.
+
+        Raises:
+            BackendError: the library is not the one it was when the build began.
+        """
         plan = self._plan
         if plan.library is not None and plan.plugins is not None:
             copy = folder / plan.plugins.file
             copy.parent.mkdir()
             shutil.copyfile(plan.library, copy)
+            if file_sha256(copy) != plan.plugins.sha256:
+                what = "the plugin library was replaced during the build"
+                raise BackendError(what, where=str(plan.library), mend="Build the bundle again")
         return EngineRecord(
             name=NAMES[plan.flavour],
             stage="lowered" if plan.stops else "built",
             parser=str(plan.parser),
             version=None if plan.stops or plan.api is None else plan.api.version,
-            compute_capabilities=plan.options.compute_capabilities,
+            compute_capabilities=plan.compute_capabilities,
             bound=plan.binds,
             plugins=plan.plugins,
             plugins_reason=plan.plugins_reason,
@@ -100,4 +107,4 @@ class EngineStage:
 
     def compute_capability(self) -> str | None:
         """As config.json has it: "8.6,12.0"; None where none was named."""
-        return ",".join(map(dotted, self._plan.options.compute_capabilities)) or None
+        return ",".join(map(dotted, self._plan.compute_capabilities)) or None

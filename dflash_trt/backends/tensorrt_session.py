@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dflash_trt.backends.engine_contract import engine_io_faults, row_faults
+from dflash_trt.backends.engine_contract import check_engine
 from dflash_trt.backends.engine_session import EngineSession
 from dflash_trt.backends.profiles import Profile
 from dflash_trt.backends.tensorrt_api import Messages, TensorRT
@@ -103,11 +103,7 @@ def open_engine_session(
     if plugin_library is not None:
         api.load_plugins(plugin_library)
     opened = read_engine(api, file, device)
-    faults = [*engine_io_faults(api, opened.engine, graph, profiles, plugins=plugin_library is not None)]
-    faults += row_faults(graph, profiles, capacity)
-    if faults:
-        what = "\n  ".join((f"is not the engine of this bundle's {graph.role} graph:", *faults))
-        raise BundleError(what, where=str(file), mend="Build the bundle again")
+    check_engine(api, opened.engine, file, graph, profiles, capacity, plugins=plugin_library is not None)
     executions = [ContextExecution(opened, index, profile) for index, profile in enumerate(profiles)]
     return EngineSession(graph, executions, capacity, device, whole_steps=cuda)
 
@@ -120,7 +116,7 @@ def read_engine(api: TensorRT, file: Path, device: str) -> OpenedEngine:
     """
     logger, messages = api.logger()
     runtime = api.trt.Runtime(logger)
-    with _mapped(file) as plan:
+    with mapped(file) as plan:
         why = api.why_invalid(runtime, plan)
         engine = runtime.deserialize_cuda_engine(plan) if why is None else None
     if engine is None:
@@ -131,8 +127,6 @@ def read_engine(api: TensorRT, file: Path, device: str) -> OpenedEngine:
     if engine.streamable_weights_size:  # to be settled before contexts are made
         engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         streams_weights = engine.weight_streaming_budget_v2 < engine.streamable_weights_size
-    profiles = range(engine.num_optimization_profiles)
-    size = max(engine.get_device_memory_size_for_profile_v2(index) for index in profiles)
     return OpenedEngine(
         api=api,
         engine=engine,
@@ -140,12 +134,19 @@ def read_engine(api: TensorRT, file: Path, device: str) -> OpenedEngine:
         messages=messages,
         file=file,
         device=device,
-        scratch=torch.empty(max(size, 1), dtype=torch.uint8, device=device),
+        scratch=scratch_for(engine, device),
         streams_weights=streams_weights,
     )
 
 
-def _mapped(file: Path) -> mmap.mmap:
+def scratch_for(engine: Any, device: str) -> torch.Tensor:
+    """Working memory for the contexts of an engine: as much as its largest profile needs."""
+    profiles = range(engine.num_optimization_profiles)
+    size = max(engine.get_device_memory_size_for_profile_v2(index) for index in profiles)
+    return torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+
+
+def mapped(file: Path) -> mmap.mmap:
     """A file's bytes, without a copy of them: engines are as large as their models."""
     try:
         with file.open("rb") as opened:

@@ -113,9 +113,10 @@ def tensorrt(version: str = VERSIONS["tensorrt"], **parts: Any) -> TensorRT:
 
 
 def rtx(version: str = VERSIONS["tensorrt-rtx"], **parts: Any) -> TensorRT:
-    """The face of a TensorRT-RTX with the compute capabilities of 1.7."""
+    """The face of a TensorRT-RTX with the compute capabilities of 1.7, and the flag that it has to have."""
+    flags = (*parts.pop("flags", FLAGS), "REQUIRE_USER_ALLOCATION")
     capabilities = ("NONE", "CURRENT", "SM75", "SM80", "SM86", "SM89", "SM120", "SM121")
-    return _face("tensorrt-rtx", version, FakeBuilding(capabilities=capabilities, **parts))
+    return _face("tensorrt-rtx", version, FakeBuilding(flags, capabilities=capabilities, **parts))
 
 
 def _face(flavour: Flavour, version: str, module: Any) -> TensorRT:

@@ -281,7 +281,7 @@ def test_tensorrt_without_a_gpu(machine: Machine) -> None:
     plan = machine.plan(**LOWER)
     assert plan.api is machine.api
     assert plan.missing.startswith("TensorRT compiles for the GPU at hand, and torch sees none")
-    assert plan.options.compute_capabilities == ()
+    assert plan.compute_capabilities == ()
 
 
 def test_rtx_without_a_gpu_misses_nothing(machine: Machine) -> None:
@@ -322,8 +322,8 @@ def test_rtx_compiles_for_what_is_asked_or_for_the_gpu_at_hand(
 ) -> None:
     machine.api, machine.gpu = fake_builder.rtx(), gpu
     plan = machine.plan("tensorrt-rtx", compute_capability=asked, **options)
-    assert plan.options.compute_capabilities == found
-    assert plan.gpu_options() == replace(plan.options, compute_capabilities=())
+    assert plan.compute_capabilities == found
+    assert plan.options.compute_capabilities == (found if plan.flavour == "tensorrt-rtx" else ())
 
 
 def test_rtx_has_to_be_told_where_there_is_no_gpu(machine: Machine) -> None:
@@ -331,7 +331,7 @@ def test_rtx_has_to_be_told_where_there_is_no_gpu(machine: Machine) -> None:
     error = machine.refused(UsageError, "tensorrt-rtx")
     assert (error.what, error.where) == ("is needed where torch sees no GPU", "--compute-capability")
     assert "86,89,120" in error.mend
-    assert machine.plan("tensorrt-rtx", **LOWER).options.compute_capabilities == ()
+    assert machine.plan("tensorrt-rtx", **LOWER).compute_capabilities == ()
 
 
 def test_rtx_refuses_what_it_cannot_compile_for_at_once(machine: Machine) -> None:
@@ -356,13 +356,13 @@ def test_tensorrt_compiles_for_no_other_gpu(machine: Machine, asked: str, gpu: i
     assert error.what == f"TensorRT compiles for the GPU at hand: {told}"
     assert error.where == "--compute-capability"
     lowered = machine.plan(compute_capability=asked, **LOWER)
-    assert lowered.options.compute_capabilities == settings(compute_capability=asked).compute_capability
+    assert lowered.compute_capabilities == settings(compute_capability=asked).compute_capability
 
 
 @pytest.mark.parametrize("asked", [None, "90", "9.0"])
 def test_tensorrt_compiles_for_the_gpu_at_hand(machine: Machine, asked: str | None) -> None:
     plan = machine.plan(compute_capability=asked)
-    assert plan.options.compute_capabilities == (90,)
+    assert plan.compute_capabilities == (90,)
     config = machine.api.trt.configs[-1]
     assert config.capabilities == []  # it is not told, and cannot be
 
@@ -378,7 +378,7 @@ def test_options_are_those_of_the_configuration(machine: Machine, tmp_path: Path
         output_timing_cache=write,
     )  # fmt: skip
     assert plan.options == BuilderOptions(
-        compute_capabilities=(90,), optimization_level=2, workspace=512, refit=True, weight_streaming=True
+        compute_capabilities=(), optimization_level=2, workspace=512, refit=True, weight_streaming=True
     )
     assert plan.timing_cache == TimingCache(read, write)
     assert machine.plan().timing_cache is None

@@ -39,6 +39,7 @@ GRAPHS: dict[Role, GraphSpec] = {
     "vp_drafter": drafter_graph(_MODEL, "float32", "vp_drafter"),
 }
 DFLASH = Limits(max_batch_size=4, max_seq_len=1000, max_input_len=900, block_size=16, prefill_chunk=256)
+SLOTS = DFLASH.capacity
 D2SD = replace(DFLASH, vp_block_size=16, branches=4)
 LONGER = replace(DFLASH, block_size=8, vp_block_size=10, branches=3)
 
@@ -120,7 +121,7 @@ def test_the_ranges_of_bundles_as_they_are_built(
 def test_shapes_of_an_input() -> None:
     decode, prefill = profiles("target", DFLASH)
     past = GRAPHS["target"].past()[0]
-    assert prefill.shapes(past) == ((1, 1, 1032, 1),) * 3
+    assert prefill.shapes(past) == ((1, 1, SLOTS, 1),) * 3
     spec = TensorSpec(name="x", dtype="int64", shape=("B", 7, "Q", "R"))
     assert decode.shapes(spec) == ((1, 7, 1, 1), (4, 7, 16, 16), (4, 7, 16, 16))
     assert prefill.shapes(spec) == ((1, 7, 1, 1), (1, 7, 256, 1), (1, 7, 256, 1))
@@ -130,12 +131,12 @@ def test_shapes_of_an_input() -> None:
     ("sizes", "holds"),
     [
         ({}, True),
-        ({"B": 4, "Q": 16, "R": 1, "C": 1032}, True),
+        ({"B": 4, "Q": 16, "R": 1, "C": SLOTS}, True),
         ({"B": 1, "Q": 1, "R": 1}, True),
         ({"B": 5, "Q": 16, "R": 1}, False),
         ({"B": 4, "Q": 17, "R": 1}, False),
         ({"B": 0, "Q": 1, "R": 1}, False),
-        ({"B": 1, "Q": 1, "R": 1, "C": 1031}, False),
+        ({"B": 1, "Q": 1, "R": 1, "C": SLOTS - 1}, False),
     ],
 )
 def test_holds(sizes: dict[str, int], holds: bool) -> None:
@@ -307,8 +308,8 @@ FAULTS: dict[str, tuple[list[Profile], list[str]]] = {
         ["target graph, profile decode: dimension R has min 9, opt 8, max 16; they must be in this order"],
     ),
     "a range of capacities": (
-        [changed(DECODE, C=ranges(256, 1032, 1032)), PREFILL],
-        ["target graph, profile decode: dimension C is 256..1032; a cache has one fixed capacity"],
+        [changed(DECODE, C=ranges(256, SLOTS, SLOTS)), PREFILL],
+        [f"target graph, profile decode: dimension C is 256..{SLOTS}; a cache has one fixed capacity"],
     ),
     "several": (
         [changed(DECODE, B=ranges(-1, -1, -2)), changed(PREFILL, N=ranges(0, 1, 1))],

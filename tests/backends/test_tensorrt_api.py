@@ -221,6 +221,14 @@ def test_the_flags_of_the_real_one(api: TensorRT, names: Sequence[str]) -> None:
     flags = {name: getattr(api.trt.BuilderFlag, flag) for name, flag in FLAGS.items()}
     api.set_flags(config, names, plugins=False)
     assert {name for name, flag in flags.items() if config.get_flag(flag)} == set(names)
+    assert config.get_flag(api.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+
+
+def test_passes_of_rtx_allocate_nothing_and_others_are_not_asked() -> None:
+    for face, asked in ((rtx(), True), (tensorrt(), False), (tensorrt(flags=("REQUIRE_USER_ALLOCATION",)), False)):
+        config = FakeConfig()
+        face.set_flags(config, [], plugins=False)
+        assert ("REQUIRE_USER_ALLOCATION" in config.flags) == asked
 
 
 # --- compute capabilities

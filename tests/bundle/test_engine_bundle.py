@@ -37,7 +37,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def load(flavour: str) -> Any:
         here.asked.append(flavour)
         if here.version is None:
-            raise BackendError("is not installed")
+            raise BackendError("TensorRT is not installed")
         return SimpleNamespace(version=here.version)
 
     monkeypatch.setattr(tensorrt_api, "load", load)
@@ -133,7 +133,7 @@ def test_no_gpu(make: Make, running: SimpleNamespace) -> None:
 
 def test_no_tensorrt(make: Make, running: SimpleNamespace) -> None:
     running.version = None
-    assert "built with TensorRT 10.14.1.48, which is not installed. Install TensorRT" in refused(make())
+    assert "built with TensorRT 10.14.1.48, and TensorRT is not installed. Install TensorRT" in refused(make())
 
 
 def test_what_was_lowered_only(make: Make, running: SimpleNamespace) -> None:

@@ -133,8 +133,7 @@ def _content(folder: Path) -> dict[str, bytes | None]:
     ("options", "words"),
     [
         (("--backend", "tensorflow"), ["tensorflow", "onnxruntime"]),
-        (("--backend", "tensorrt"), ["tensorrt", "onnxruntime"]),
-        (("--backend", "tensorrt-rtx"), ["tensorrt-rtx", "onnxruntime"]),
+        (("--backend", "tensorrt"), ["--backend tensorrt", "is not installed", "pip install", "--stop-after lower"]),
         (("--dtype", "float16"), ["onnxruntime", "float16", "--dtype float32"]),
         (("--dtype", "bfloat16"), ["onnxruntime", "bfloat16", "--dtype float32"]),
         (("--dtype", "int8"), ["int8"]),

@@ -1,4 +1,4 @@
-"""`build --backend tensorrt --stop-after lower`: all but the engines, on a machine without TensorRT and without a GPU."""
+"""`build --backend tensorrt --stop-after lower`: all but the engines, on a machine without TensorRT and a GPU."""
 
 from __future__ import annotations
 

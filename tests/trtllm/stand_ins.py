@@ -2,17 +2,19 @@
 
 The draft model is that of tensorrt_llm/_torch/models/modeling_dflash.py at commit 009d8fa4 (1.3.0 release candidates),
 reduced to what a worker calls before the block is drafted; `Session` is tensorrt_llm/runtime/session.py at 46d548bf
-(1.x), over an engine that records. Signatures and checks are theirs, the code is not.
+(1.x), over the engines of `backends.fake_engine`, which compute. Signatures and checks are theirs, the code is not.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from backends.fake_engine import Built, FakeContext, FakeEngine, FakeLogger, FakeTensorRT
 from torch import nn
 
 BUILDERS: dict[str, Any] = {}
@@ -137,86 +139,55 @@ def _install(monkeypatch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]
 
 # -- the engine flow
 
-
-class Context:
-    """An IExecutionContext: which shapes and addresses it was given, and what each call saw."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.profile = -1
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.shape_calls = 0
-        self.calls: list[tuple[int, dict[str, tuple[int, ...]], dict[str, int]]] = []
-
-    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-        self.profile = profile
-        return True
-
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        self.shape_calls += 1
-        low, _, high = self.engine.get_tensor_profile_shape(name, self.profile)
-        fits = all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
-        if fits:
-            self.shapes[name] = tuple(shape)
-        return fits
-
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes.get(name, self.engine.tensors[name][2])
-
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        assert isinstance(address, int)
-        self.addresses[name] = address
-        return True
-
-    def execute_async_v3(self, stream: int) -> bool:
-        self.calls.append((stream, dict(self.shapes), dict(self.addresses)))
-        return set(self.addresses) == set(self.engine.tensors)
+VERSION = "10.14.1.48"  # of TensorRT, which TensorRT-LLM 1.2.1 requires
 
 
-class Engine:
-    """An ICudaEngine of tensors {name: (dtype, mode, shape)}; profile p takes sizes of 1 to 8 * (p + 1)."""
+class Engine(FakeEngine):
+    """An engine that gives a context memory of its own, too, where nothing else is asked for."""
 
-    num_optimization_profiles = 2
+    def __init__(self, built: Built) -> None:
+        super().__init__(built, rtx=False)
+        self.own_contexts: list[FakeContext] = []
 
-    def __init__(self, tensors: dict[str, tuple[str, str, tuple[int, ...]]], streamable_weights_size: int = 0) -> None:
-        self.tensors = tensors
-        self.streamable_weights_size = streamable_weights_size
+    def create_execution_context(self, strategy: Any = None) -> FakeContext | None:
+        if strategy is not None:
+            return super().create_execution_context(strategy)
+        self.own_contexts.append(FakeContext(self._built))
+        return self.own_contexts[-1]
 
-    @property
-    def num_io_tensors(self) -> int:
-        return len(self.tensors)
 
-    def get_tensor_name(self, index: int) -> str:
-        return list(self.tensors)[index]
+class TensorRT(FakeTensorRT):
+    """The module `tensorrt`, by which the bytes of an engine file stand for what `files` says."""
 
-    def get_tensor_dtype(self, name: str) -> Any:
-        return SimpleNamespace(name=self.tensors[name][0])
+    __spec__ = ModuleSpec("tensorrt", None)
+    __version__ = VERSION
 
-    def get_tensor_mode(self, name: str) -> Any:
-        return SimpleNamespace(name=self.tensors[name][1])
+    def __init__(self, files: dict[bytes, Built]) -> None:
+        super().__init__(next(iter(files.values())))
+        self.files = files
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name][2]
+    def _runtime(self, logger: Any) -> Any:
+        def deserialize_cuda_engine(serialized_engine: Any) -> Engine | None:
+            self.calls.append("deserialize_cuda_engine")
+            built = self.files[bytes(serialized_engine)]
+            if not built.readable:
+                return None
+            self.engines.append(Engine(built))
+            return self.engines[-1]
 
-    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-        shape = self.tensors[name][2]
-        most = 8 * (profile + 1)
-        return [tuple(size if size > 0 else limit for size in shape) for limit in (1, most // 2, most)]
-
-    def create_execution_context(self) -> Context:
-        return Context(self)
+        return SimpleNamespace(deserialize_cuda_engine=deserialize_cuda_engine)
 
 
 class Session:
-    """`tensorrt_llm.runtime.Session`; ENGINES says what a serialised engine holds, None for one that is not read."""
+    """`tensorrt_llm.runtime.Session`; `runs` has the context of each pass."""
 
-    ENGINES: dict[bytes, Engine | None] = {}  # noqa: RUF012
+    runs: list[FakeContext] = []  # noqa: RUF012
 
     @staticmethod
-    def from_serialized_engine(engine: bytes) -> Session:
+    def from_serialized_engine(engine: Any) -> Session:
         session = Session()
-        session._engine = Session.ENGINES[engine]
+        session._runtime = sys.modules["tensorrt"].Runtime(FakeLogger())
+        session._engine = session._runtime.deserialize_cuda_engine(engine)
         session._context = None
         if not session.engine.streamable_weights_size:
             session._context = session.engine.create_execution_context()
@@ -238,31 +209,13 @@ class Session:
             for name, tensor in tensors.items():
                 address = tensor.data_ptr() if isinstance(tensor, torch.Tensor) else tensor
                 context.set_tensor_address(name, address)
+        self.runs.append(context)
         return context.execute_async_v3(stream)
 
 
-class Registry:
-    """TensorRT's plugin registry: takes every library but those named broken."""
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-
-    def load_library(self, path: str) -> object | None:
-        assert isinstance(path, str)
-        self.loaded.append(path)
-        return None if "broken" in path else object()
-
-
-def install_engine_flow(monkeypatch: pytest.MonkeyPatch, *, version: str = "1.2.1") -> Registry:
-    """`tensorrt_llm` with or without `runtime.Session` (gone after 1.2), and the registry of `tensorrt`."""
-    registry = Registry()
+def install_engine_flow(monkeypatch: pytest.MonkeyPatch, tensorrt: TensorRT, *, version: str = "1.2.1") -> None:
+    """`tensorrt`, and `tensorrt_llm` with or without `runtime.Session` (gone after 1.2)."""
+    monkeypatch.setattr(Session, "runs", [])
     runtime = {"Session": Session} if version.startswith("1.2") else {}
-    _install(
-        monkeypatch,
-        {
-            "tensorrt_llm": {"__version__": version},
-            "tensorrt_llm.runtime": runtime,
-            "tensorrt": {"get_plugin_registry": lambda: registry},
-        },
-    )
-    return registry
+    _install(monkeypatch, {"tensorrt_llm": {"__version__": version}, "tensorrt_llm.runtime": runtime})
+    monkeypatch.setitem(sys.modules, "tensorrt", tensorrt)
