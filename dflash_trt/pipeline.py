@@ -15,6 +15,7 @@ import torch
 from dflash_trt.backends.engine_plan import fit_limits, plan_engines
 from dflash_trt.backends.engine_stage import EngineStage
 from dflash_trt.backends.lowering import check_installed, lower_onnxruntime, settle_precision
+from dflash_trt.build_rules import refuse_contradictions, settle_limits, tokenizer_files
 from dflash_trt.bundle import (
     FORMAT,
     MODEL,
@@ -28,11 +29,10 @@ from dflash_trt.bundle import (
 from dflash_trt.checkpoint import drafter as drafter_module
 from dflash_trt.checkpoint import target as target_module
 from dflash_trt.checkpoint.drafter import DrafterCheckpoint, read_drafter
-from dflash_trt.checkpoint.pair import check_pair, check_vp_drafter
 from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import TargetCheckpoint, read_target
 from dflash_trt.config import BuildConfig
-from dflash_trt.errors import CheckFailed, UsageError
+from dflash_trt.errors import CheckFailed
 from dflash_trt.evaluation.costs import measure_costs
 from dflash_trt.evaluation.engine_checks import why_not_runnable
 from dflash_trt.evaluation.report import VerifyReport
@@ -54,12 +54,6 @@ from dflash_trt.modeling.load import drafter_tables, meta_drafter, meta_target, 
 from dflash_trt.output import atomic_output
 from dflash_trt.passes.attach_functions import AttachFunctions
 from dflash_trt.progress import Progress, SilentProgress
-from dflash_trt.runtime.limits import Limits
-
-DEFAULT_SEQ_LEN = 2048
-DEFAULT_PREFILL_CHUNK = 256
-DEFAULT_BRANCHES = 4  # what the D2SD paper runs with
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -91,13 +85,13 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     progress = progress or SilentProgress()
 
     # 1. Read and check the checkpoints, and settle every size before anything is written.
-    _refuse_contradictions(config)
+    refuse_contradictions(config)
     target, drafters = read_target(config.target), _read_drafters(config)
     drafter, vp_drafter = drafters["drafter"], drafters.get("vp_drafter")
     checkpoints: dict[Role, TargetCheckpoint | DrafterCheckpoint] = {"target": target, **drafters}
     config.check_expected({role: checkpoint.spec for role, checkpoint in checkpoints.items()})
     precision = settle_precision(config.backend, config.dtype)
-    limits = _limits(config, target, drafter, vp_drafter)
+    limits = settle_limits(config, target, drafter, vp_drafter)
     engines = None
     if config.backend in ("tensorrt", "tensorrt-rtx"):
         specs = {role: checkpoint.spec for role, checkpoint in checkpoints.items()}
@@ -106,7 +100,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
         engines = EngineStage(plan, limits, progress)
     else:
         check_installed(config.backend)
-    tokenizer = _tokenizer_files(target.path)
+    tokenizer = tokenizer_files(target.path)
 
     with atomic_output(config.output, force=config.force) as folder:
         # 2. Lay out the weights: linked where the dtype fits, converted once where it does not.
@@ -217,18 +211,6 @@ def _dump(model: ir.Model, weights: PlacedWeights, dump: Path | None, role: str,
     ir.save(model, folder / name)
 
 
-def _refuse_contradictions(config: BuildConfig) -> None:
-    config.check_backend()
-    if config.vp_drafter is None:
-        for name in ("branches", "vp_block_size"):
-            if getattr(config, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise UsageError("needs a VP drafter (D2SD)", where=option, mend="Give --vp-drafter, or leave it out")
-    output = config.output.absolute()
-    if config.dump_ir is not None and output in (config.dump_ir.absolute(), *config.dump_ir.absolute().parents):
-        raise UsageError(f"{config.dump_ir} lies in the bundle", where="--dump-ir", mend="Choose another place")
-
-
 def _read_drafters(config: BuildConfig) -> dict[Role, DrafterCheckpoint]:
     drafters: dict[Role, DrafterCheckpoint] = {"drafter": read_drafter(config.drafter)}
     if config.vp_drafter is not None:
@@ -255,44 +237,6 @@ def _meta_module(
     if isinstance(checkpoint, TargetCheckpoint):
         return meta_target(checkpoint.spec, taps, positions, precision)
     return meta_drafter(checkpoint.spec, target.spec, positions, precision)
-
-
-def _limits(
-    config: BuildConfig, target: TargetCheckpoint, drafter: DrafterCheckpoint, vp_drafter: DrafterCheckpoint | None
-) -> Limits:
-    """Checks that the models belong together, and settles every size."""
-    block_size = check_pair(target, drafter, config.block_size)
-    named = [("target", target.spec), ("drafter", drafter.spec)]
-    vp_block_size = branches = 0
-    if vp_drafter is not None:
-        named.append(("VP drafter", vp_drafter.spec))
-        asked = config.vp_block_size or config.block_size
-        vp_block_size = check_vp_drafter(target, drafter, vp_drafter, block_size, asked)
-        branches = DEFAULT_BRANCHES if config.branches is None else config.branches
-    trained = {role: spec.max_position_embeddings for role, spec in named}
-    max_seq_len = config.max_seq_len or min(DEFAULT_SEQ_LEN, *trained.values())
-    for role, longest in trained.items():
-        if max_seq_len > longest:
-            raise UsageError(
-                f"{max_seq_len} exceeds the {role}'s max_position_embeddings {longest}",
-                where="--max-seq-len",
-                mend=f"Use at most {longest}",
-            )
-    max_input_len = config.max_input_len or max_seq_len - 1
-    if max_input_len >= max_seq_len:
-        raise UsageError(
-            f"{max_input_len} must be below max_seq_len {max_seq_len}: a prompt needs room for a token",
-            where="--max-input-len",
-        )
-    return Limits(
-        max_batch_size=config.max_batch_size,
-        max_seq_len=max_seq_len,
-        max_input_len=max_input_len,
-        block_size=block_size,
-        prefill_chunk=min(config.prefill_chunk or DEFAULT_PREFILL_CHUNK, max_input_len),
-        vp_block_size=vp_block_size,
-        branches=branches,
-    )
 
 
 def _place_weights(
@@ -333,13 +277,3 @@ def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, m
         weights=tuple(file.relative_to(folder).as_posix() for file in files),
         parameters=sum(math.prod(entry.shape) for entry in own.values()),
     )
-
-
-def _tokenizer_files(source: Path) -> list[Path]:
-    if not (source / "tokenizer.json").is_file():
-        raise UsageError(
-            "has no tokenizer.json",
-            where=str(source),
-            mend="Save it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
-        )
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]

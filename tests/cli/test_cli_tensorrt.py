@@ -7,10 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import onnx
 import pytest
-from conftest import Outcome, Pair
 from makers import make_drafter, make_target
 
 from dflash_trt import load
@@ -22,7 +22,12 @@ from dflash_trt.evaluation.numbers import compare_graphs
 from dflash_trt.loading import reference_session
 from dflash_trt.native import LIBRARY_NAME
 
-Run = Callable[..., Outcome]
+Run = Callable[..., Any]  # what a command did: code, out, err
+
+
+class Pair(NamedTuple):
+    target: Path
+    drafter: Path
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def without_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DFLASH_TRT_PLUGINS", str(tmp_path / "nowhere"))
 
 
-def lower(run_cli: Run, pair: Pair, output: Path, *options: object) -> Outcome:
+def lower(run_cli: Run, pair: Pair, output: Path, *options: object) -> Any:
     return run_cli(
         "build", "--target", pair.target, "--drafter", pair.drafter, "--output", output, "--backend", "tensorrt",
         "--stop-after", "lower", "--max-seq-len", 96, "--max-batch-size", 2, *options,
