@@ -8,8 +8,8 @@ INSTALLED := $(VENV)/.installed
 PIP_TARGET := $(BIN)/python -m pip install --quiet --no-deps --target
 PLUGINS := build/plugins/libdflash_trt_plugins.so
 LEAN := build/tensorrt-lean-10.16 build/tensorrt-lean-11.4
-RTX := build/tensorrt-rtx
 RTX_VERSION := 1.7.1.116
+RTX := build/tensorrt-rtx-$(RTX_VERSION)
 
 .PHONY: demo test lint setup plugins clean
 
@@ -47,10 +47,12 @@ $(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build
 	$(BIN)/dflash-trt plugins build --output $(@D) --tensorrt-root build/kernel-lens/kernel_lens/include/tensorrt
 
 # Kernels and plugins are built and tested where they can be, and engines compiled. Elsewhere their tests are skipped, and
-# those of the kernels, which need triton, are left out.
+# those of the kernels, which need triton, are left out. What is there must not be skipped: TENSORRT_RTX names it.
 ifeq ($(shell uname -s),Linux)
+test: $(RTX)
+test: export TENSORRT_RTX = $(abspath $(RTX))
 ifneq ($(shell command -v c++),)
-NATIVE := $(PLUGINS) $(LEAN) $(RTX)
+NATIVE := $(PLUGINS) $(LEAN)
 endif
 endif
 

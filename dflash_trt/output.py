@@ -13,7 +13,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,14 +24,31 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
+def atomic_output(
+    output: Path, *, force: bool, kind: str = "a bundle", is_one: Callable[[Path], bool] = is_bundle
+) -> Iterator[Path]:
     """A temporary sibling of `output` that becomes `output` when the block ends without an error.
 
+    Args:
+        force: an existing output is replaced, if it is of the same kind.
+        kind, is_one: what is written, in words, and whether a folder is one.
+
     Raises:
-        BundleError: `output` exists (and is not a bundle to replace, with `force`), or its folder cannot be written.
+        BundleError: `output` exists (and is not to be replaced), or its folder cannot be written.
     """
+
+    def check() -> None:
+        if not output.exists() and not output.is_symlink():
+            return
+        if not is_one(output):
+            what = f"exists already and is not {kind}, which --force would replace"
+            raise BundleError(what, where=str(output), mend="Choose another place, or remove it yourself")
+        if not force:
+            mend = "Choose another place, or replace it with --force"
+            raise BundleError("exists already", where=str(output), mend=mend)
+
     _clear_abandoned(output)
-    _check_output(output, force)
+    check()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
@@ -43,7 +60,7 @@ def atomic_output(output: Path, *, force: bool) -> Iterator[Path]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
-        _check_output(output, force)
+        check()
         if output.exists():
             _replace(output, temporary)
         else:
@@ -57,16 +74,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _check_output(output: Path, force: bool) -> None:
-    if not output.exists() and not output.is_symlink():
-        return
-    if not is_bundle(output):
-        what = "exists already and is not a bundle, which --force would replace"
-        raise BundleError(what, where=str(output), mend="Choose another place, or remove it yourself")
-    if not force:
-        raise BundleError("exists already", where=str(output), mend="Choose another place, or replace it with --force")
 
 
 def _replace(output: Path, temporary: Path) -> None:

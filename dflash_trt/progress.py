@@ -31,7 +31,14 @@ class SilentProgress:
 
 
 class RichProgress:
-    """A bar with rate and estimate per stage, and notes, on stderr."""
+    """A bar with rate and estimate per stage, and notes, on stderr.
+
+    Args:
+        interrupted: asked at the ends of each stage; KeyboardInterrupt is raised where it says yes.
+    """
+
+    def __init__(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        self._interrupted = interrupted
 
     @contextmanager
     def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
@@ -45,12 +52,18 @@ class RichProgress:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
+        self._stop_where_interrupted()
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(name, total=total)
             yield lambda amount: bar.advance(task, amount)
+            self._stop_where_interrupted()
             bar.update(task, completed=total or 1, total=total or 1)
 
     def note(self, text: str) -> None:
         from rich.console import Console
 
-        Console(stderr=True).print(text, highlight=False, markup=False)
+        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _stop_where_interrupted(self) -> None:
+        if self._interrupted():
+            raise KeyboardInterrupt

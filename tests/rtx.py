@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "build" / "tensorrt-rtx"
 
 
 @functools.cache
 def tensorrt_rtx() -> Any:
-    """The module: installed, or in the folder TENSORRT_RTX, or where `make setup` puts it. Else the test is skipped."""
-    if importlib.util.find_spec("tensorrt_rtx") is None:
-        folder = Path(os.environ.get("TENSORRT_RTX", FOLDER))
-        if not folder.exists():
-            pytest.skip(f"TensorRT-RTX is not installed, nor in {folder}")
+    """The module: in the folder TENSORRT_RTX, which must then have it, or installed, or where `make test` puts it.
+
+    Else the test is skipped.
+    """
+    named = os.environ.get("TENSORRT_RTX")
+    if named is not None or importlib.util.find_spec("tensorrt_rtx") is None:
+        folder = Path(named) if named else next(iter(sorted(ROOT.glob("build/tensorrt-rtx-*"))), None)
+        if folder is None:
+            pytest.skip("TensorRT-RTX is not installed: make test puts it into build/")
         sys.path.append(str(folder))
         importlib.invalidate_caches()
     return importlib.import_module("tensorrt_rtx")

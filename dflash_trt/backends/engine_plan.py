@@ -18,6 +18,7 @@ from dflash_trt.backends.engine_record import (
     dotted,
     gpu_compute_capability,
 )
+from dflash_trt.backends.parser_ops import first_version, support
 from dflash_trt.backends.parser_version import Flavour, ParserVersion
 from dflash_trt.backends.tensorrt_api import TensorRT
 from dflash_trt.checkpoint.spec import DecoderSpec, Dtype
@@ -85,6 +86,12 @@ def plan_engines(
                 reason = f"--plugins on; an engine needs the library: {error.message()}"
             else:
                 raise
+    if not binds and support("TensorScatter", parser) is None:
+        mend = f"--plugins on builds with the plugins, or use {first_version('TensorScatter', flavour)} or later"
+        raise BackendError(f"{parser} can update caches in place with plugins only ({reason})", mend=mend)
+    if flavour == "tensorrt-rtx" and config.refit and gpu is None:
+        mend = "Leave it out, or build where a GPU is"
+        raise BackendError("TensorRT-RTX builds engines to be refitted only where a GPU is", where="--refit", mend=mend)
     options = BuilderOptions(
         compute_capabilities=capabilities if flavour == "tensorrt-rtx" else (),
         optimization_level=config.builder_optimization_level,
@@ -181,7 +188,7 @@ def _against_plugins(
         yield f"the plugins have kernels for head_dim {there}, not for that of {', '.join(sorted(sizes))}"
     widths = {"a step verifies": limits.tree_size, "a re-draft fills": limits.redraft_rows * limits.vp_block_size}
     if config.prefill_chunk is not None:
-        widths["prefill_chunk has"] = config.prefill_chunk
+        widths["a prompt's pass has"] = limits.prefill_chunk
     for what, width in widths.items():
         if width > MAX_QUERIES:
             yield f"{what} {width} tokens; the plugins take at most {MAX_QUERIES}"

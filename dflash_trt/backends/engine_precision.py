@@ -4,6 +4,9 @@ Networks are strongly typed: each layer computes in the dtype its graph gives it
 engine at hand was built from such a graph, and not, say, in float32 where float16 was asked for. It is read off the
 matrix products (attention is one), which the inspector names; pointwise layers are fused at will, and norms compute in
 float32 whatever surrounds them.
+
+A cast may be fused into a product, which then reads what the cast does: float32, though it computes in float16. So
+only what no fusion explains is a fault.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_trt.backends.tensorrt_api import TensorRT
 from dflash_trt.checkpoint.spec import Dtype, Frozen
 
 # Parts of what the inspector says of a tensor ("Half", "Row major linear FP16 format") -> the contract's dtype.
@@ -31,7 +33,9 @@ _DTYPES = {
     "INT8": "int8",
     "BOOL": "bool",
 }
-_WIDEST_FIRST = ("float32", "bfloat16", "float16")
+_FLOATS = ("float32", "bfloat16", "float16")
+# Where a tensor's dtype is told: apart in TensorRT 11 and TensorRT-RTX, with its format in TensorRT 10.
+_DTYPE_KEYS = ("Datatype", "Format/Datatype")
 # parts of the type or tactic of layers that multiply matrices
 _PRODUCTS = ("gemm", "gemv", "matmul", "matrixmultiply", "matrix_multiply", "mha", "attention")
 
@@ -43,8 +47,9 @@ class PrecisionCensus(Frozen):
     Attributes:
         layers: all.
         outputs: by the dtype of their first output; "unknown" where the inspector does not tell.
-        products: those that multiply matrices, by the dtype they read.
-        float32_products: names of those that read float32.
+        products: those that multiply matrices, by the dtype of their operands; "bfloat16 and float32" where these
+            differ, since one is cast in the product; "unknown" where the inspector does not tell.
+        float32_products: names of those that read float32 alone.
     """
 
     layers: int
@@ -52,14 +57,17 @@ class PrecisionCensus(Frozen):
     products: dict[str, int]
     float32_products: tuple[str, ...]
 
-
-def engine_precision(api: TensorRT, engine: Any) -> PrecisionCensus:
-    """The census of an engine (`ICudaEngine`) that was built with detailed profiling verbosity."""
-    return census(api.layer_information(engine))
+    @property
+    def tells(self) -> bool:
+        """Whether the dtype of any product is known."""
+        return any(dtypes != "unknown" for dtypes in self.products)
 
 
 def census(information: str) -> PrecisionCensus:
-    """The census of an inspector's JSON. Layers that it only names count as unknown."""
+    """The census of an inspector's JSON, of an engine that was built with detailed profiling verbosity.
+
+    Layers that it only names count as unknown.
+    """
     layers = json.loads(information)["Layers"]
     detailed = [layer for layer in layers if isinstance(layer, dict)]
     outputs = Counter(_dtype(layer["Outputs"][0]) if layer.get("Outputs") else "unknown" for layer in detailed)
@@ -73,28 +81,36 @@ def census(information: str) -> PrecisionCensus:
     )
 
 
-def precision_faults(asked: Dtype, found: PrecisionCensus, float32_products: int = 0) -> Iterator[str]:
-    """Where an engine computes in another dtype than asked.
+def precision_faults(asked: Dtype, found: PrecisionCensus) -> Iterator[str]:
+    """Where an engine certainly computes in another dtype than asked; nothing where the inspector tells nothing."""
+    known = {dtypes: count for dtypes, count in found.products.items() if dtypes != "unknown"}
+    if known and not any(asked in _parts(dtypes) for dtypes in known):
+        there = ", ".join(f"{count} in {dtypes}" for dtypes, count in known.items())
+        yield f"no matrix product computes in {asked}: {there}"
+    for dtypes, count in known.items():
+        others = [dtype for dtype in _parts(dtypes) if dtype not in (asked, "float32")]
+        if others:
+            yield f"{count} matrix products compute in {', '.join(others)} instead of {asked}"
+
+
+def float32_surplus(asked: Dtype, found: PrecisionCensus, float32_products: int) -> str:
+    """What there is to say of products that read float32 where less was asked; empty where the graph explains them.
 
     Args:
         float32_products: how many matrix products the graph itself has in float32. The builder merges some, so there
             may be fewer in the engine.
     """
-    if not found.products:
-        yield "the inspector names no matrix product, so the precision cannot be read back (was the build detailed?)"
-        return
-    if not found.products.get(asked):
-        there = ", ".join(f"{count} in {dtype}" for dtype, count in found.products.items())
-        yield f"no matrix product computes in {asked}: {there}"
-    for dtype, count in found.products.items():
-        if dtype not in (asked, "float32", "unknown"):
-            yield f"{count} matrix products compute in {dtype} instead of {asked}"
-    if asked != "float32" and len(found.float32_products) > float32_products:
-        names = ", ".join(found.float32_products[:5])
-        yield (
-            f"{len(found.float32_products)} matrix products compute in float32 and the graph has {float32_products}: "
-            f"{names}{', ...' if len(found.float32_products) > 5 else ''}"
-        )
+    names = found.float32_products
+    if asked == "float32" or len(names) <= float32_products:
+        return ""
+    return (
+        f"{len(names)} matrix products read float32 and the graph has {float32_products}, a cast may be fused into "
+        f"the others: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+    )
+
+
+def _parts(dtypes: str) -> list[str]:
+    return dtypes.split(" and ")
 
 
 def _is_product(layer: Mapping[str, Any]) -> bool:
@@ -103,13 +119,18 @@ def _is_product(layer: Mapping[str, Any]) -> bool:
 
 
 def _computes_in(layer: Mapping[str, Any]) -> str:
-    """The widest dtype of the two operands: the first tensors that are no scalars (those scale the product)."""
+    """The float dtypes of the two operands: the first tensors that are no scalars (those scale the product)."""
     tensors = [*layer.get("Inputs", ()), *layer.get("Constants", ())]
-    operands = [tensor for tensor in tensors if any(size != 1 for size in tensor["Dimensions"])]
+    operands = [tensor for tensor in tensors if not _is_scalar(tensor)]
     dtypes = {_dtype(tensor) for tensor in operands[:2]}
-    return next((dtype for dtype in _WIDEST_FIRST if dtype in dtypes), "unknown")
+    return " and ".join(sorted(dtypes.intersection(_FLOATS))) or "unknown"
+
+
+def _is_scalar(tensor: Mapping[str, Any]) -> bool:
+    dimensions = tensor.get("Dimensions")
+    return dimensions is not None and all(size == 1 for size in dimensions)
 
 
 def _dtype(tensor: Mapping[str, Any]) -> str:
-    text = str(tensor.get("Format/Datatype", "")).upper()
+    text = " ".join(str(tensor.get(key, "")) for key in _DTYPE_KEYS).upper()
     return next((dtype for part, dtype in _DTYPES.items() if part in text), "unknown")

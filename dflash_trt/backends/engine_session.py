@@ -8,7 +8,7 @@ present, to the same address: it is updated where it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dflash_trt.backends.base import Array, Cache, check_inputs, numpy_dtype
+from dflash_trt.backends.engine_precision import PrecisionCensus
 from dflash_trt.backends.profiles import CAPACITY, Profile
 from dflash_trt.backends.torch import TorchCache
 from dflash_trt.errors import BackendError
@@ -58,14 +59,22 @@ class EngineSession:
         executions: one for each profile; of those that a pass fits, the first takes it.
         capacity: slots of every cache.
         whole_steps: of `backends.base.Session`; True becomes False where an execution cannot be captured.
+        precision: reads from the engine in which dtypes it computes; None where nothing can.
     """
 
     fixed_shapes = True
 
     def __init__(
-        self, graph: GraphSpec, executions: Sequence[Execution], capacity: int, device: str, whole_steps: bool | None
+        self,
+        graph: GraphSpec,
+        executions: Sequence[Execution],
+        capacity: int,
+        device: str,
+        whole_steps: bool | None,
+        precision: Callable[[], PrecisionCensus] | None = None,
     ) -> None:
         self.graph = graph
+        self.precision = precision
         self.device = device
         self.capacity = capacity
         profiles = [execution.profile for execution in executions]
@@ -223,9 +232,11 @@ class EngineSession:
             yield current.cuda_stream
             return
         self._own_stream.wait_stream(current)
-        with torch.cuda.stream(self._own_stream):
-            yield self._own_stream.cuda_stream
-        current.wait_stream(self._own_stream)
+        try:
+            with torch.cuda.stream(self._own_stream):
+                yield self._own_stream.cuda_stream
+        finally:
+            current.wait_stream(self._own_stream)
 
 
 class _Told:

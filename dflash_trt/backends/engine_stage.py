@@ -13,7 +13,7 @@ from dflash_trt.backends.engine_record import EngineFacts, EngineRecord, dotted
 from dflash_trt.backends.estimate import estimate
 from dflash_trt.backends.lowering import lower_tensorrt
 from dflash_trt.backends.profiles import Profile, profiles
-from dflash_trt.backends.tensorrt_api import NAMES
+from dflash_trt.backends.tensorrt_api import MODULES, NAMES
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec, Role
 from dflash_trt.native import file_sha256
@@ -104,6 +104,11 @@ class EngineStage:
             options=plan.options,
             facts=self._facts,
         )
+
+    def tool_versions(self) -> dict[str, str]:
+        """What built the engines; nothing where the build stops before."""
+        plan = self._plan
+        return {} if plan.stops or plan.api is None else {MODULES[plan.flavour]: plan.api.version}
 
     def compute_capability(self) -> str | None:
         """As config.json has it: "8.6,12.0"; None where none was named."""

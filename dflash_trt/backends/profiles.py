@@ -57,7 +57,7 @@ def profiles(role: Role, limits: Limits) -> tuple[Profile, ...]:
         )
     block, pending = limits.block_size, limits.longest_path
     if role == "vp_drafter":
-        block, pending = max(1, limits.redraft_rows * limits.vp_block_size), limits.longest_pending
+        block, pending = max(1, limits.redraft_rows) * limits.vp_block_size, limits.longest_pending
     features = DimRange(min=1, opt=limits.longest_path, max=pending)
     return (
         _profile("decode", limits, B=_up_to(batch), Q=_up_to(block), N=features),

@@ -1,10 +1,10 @@
-"""TensorRT 10, TensorRT 11 and TensorRT-RTX behind one face: no other module asks which of them, nor which version.
+"""TensorRT 10, TensorRT 11 and TensorRT-RTX behind one face: no other module knows how their interfaces differ.
 
 What differs, as of TensorRT 10.16, 11.4 and TensorRT-RTX 1.7:
 
 - Networks are strongly typed here. 10 and RTX must be asked for it; in 11 they always are, and the flag does nothing.
 - RTX compiles ahead of time for compute capabilities that are named, on a machine without a GPU too. The others compile
-  for the GPU at hand, which they time kernels on: timing caches and workspaces are theirs alone.
+  for the GPU at hand, which they time kernels on: timing caches are theirs alone.
 - RTX cannot be given plugins: its parser aborts the process where a plugin library is loaded.
 - A plugin that writes into its inputs needs a preview feature of 10.3 and later.
 - RTX captures its CUDA graphs itself, and says whether somebody else may; the others leave that to the caller.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dflash_trt.backends.parser_version import Flavour, ParserVersion
+from dflash_trt.backends.parser_version import OLDEST, Flavour, ParserVersion
 from dflash_trt.errors import BackendError
 
 MODULES: dict[Flavour, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
@@ -31,7 +31,6 @@ INSTALL: dict[Flavour, str] = {
     "tensorrt": "pip install 'dflash-trt[tensorrt]'",
     "tensorrt-rtx": "pip install 'dflash-trt[rtx]'",
 }
-OLDEST: dict[Flavour, tuple[int, int]] = {"tensorrt": (10, 14), "tensorrt-rtx": (1, 7)}
 # what trtexec and trtllm-build call it -> BuilderFlag
 FLAGS = {"refit": "REFIT", "weight_streaming": "WEIGHT_STREAMING"}
 _REASONS = {
@@ -72,8 +71,8 @@ def load(flavour: Flavour) -> TensorRT:
     try:
         trt = importlib.import_module(module)
         version = str(trt.__version__)
-    except (ImportError, OSError, AttributeError) as error:  # a stub without its libraries, a missing driver library
-        what = f"{name} is installed but cannot be imported: {error}"
+    except Exception as error:  # stubs and bindings raise whatever they like
+        what = f"{name} is installed but cannot be imported: {' '.join(str(error).split())}"
         raise BackendError(what, where=f"--backend {flavour}", mend=INSTALL[flavour]) from error
     parser = ParserVersion.parse(version, flavour)
     if parser.release < OLDEST[flavour]:
@@ -85,10 +84,9 @@ def load(flavour: Flavour) -> TensorRT:
 
 @dataclass
 class Messages:
-    """What a TensorRT said: warnings and errors, in order."""
+    """The errors of a TensorRT, in order."""
 
     errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
     def last_error(self) -> str:
         """In one line."""
@@ -145,8 +143,6 @@ class TensorRT:
             def log(self, level: Any, text: str) -> None:
                 if level <= severity.ERROR:
                     messages.errors.append(text)
-                elif level == severity.WARNING:
-                    messages.warnings.append(text)
 
         return Logger(), messages
 
@@ -169,7 +165,8 @@ class TensorRT:
         self.check_flags(names)
         for name in names:
             config.set_flag(self.trt.BuilderFlag.__members__[FLAGS[name]])
-        if self.compiles_ahead:  # a stream can be captured only where no pass allocates
+        # RTX: a stream can be captured only where no pass allocates, and one that streams weights cannot be
+        if self.compiles_ahead and "weight_streaming" not in names:
             config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         aliased = self.trt.PreviewFeature.__members__.get("ALIASED_PLUGIN_IO_10_03")
         if plugins and aliased is not None:
@@ -261,18 +258,19 @@ class TensorRT:
         named = [name for name, value in reasons if int(value) & int(bits)]
         return ", ".join(_REASONS.get(name, name) for name in named)
 
-    def context(self, engine: Any) -> Any:
+    def context(self, engine: Any, *, few_shapes: bool) -> Any:
         """An execution context without memory: the caller gives it some (`set_device_memory`), which others may share.
 
-        RTX compiles kernels when a shape first occurs, not behind the caller's back; since whole steps are captured by
-        the caller, its own capturing stays off.
+        RTX compiles kernels for each shape. Where a context sees few shapes, when one first occurs, which a capture
+        needs. Else in the background, and general kernels serve until then. Its own capturing stays off.
         """
         by_caller = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self.flavour == "tensorrt":
             return engine.create_execution_context(by_caller)
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(by_caller)
-        config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        strategy = self.trt.DynamicShapesKernelSpecializationStrategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategy.EAGER if few_shapes else strategy.LAZY
         config.cuda_graph_strategy = self.trt.CudaGraphStrategy.DISABLED
         return engine.create_execution_context(config)
 
@@ -281,7 +279,12 @@ class TensorRT:
         tell = getattr(context, "is_stream_capturable", None)
         return True if tell is None else bool(tell(stream))
 
-    def layer_information(self, engine: Any) -> str:
-        """JSON about an engine's layers; detailed where the build asked for detailed profiling verbosity."""
+    def layer_information(self, engine: Any, context: Any) -> str:
+        """JSON about an engine's layers; detailed where the build asked for detailed profiling verbosity.
+
+        Args:
+            context: of this engine, with the shapes of all inputs set: without them no formats are told.
+        """
         inspector = engine.create_engine_inspector()
+        inspector.execution_context = context
         return inspector.get_engine_information(self.trt.LayerInformationFormat.JSON)

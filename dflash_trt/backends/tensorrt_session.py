@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dflash_trt.backends.engine_contract import check_engine
+from dflash_trt.backends.engine_precision import PrecisionCensus, census
 from dflash_trt.backends.engine_session import EngineSession
 from dflash_trt.backends.profiles import Profile
 from dflash_trt.backends.tensorrt_api import Messages, TensorRT
 from dflash_trt.errors import BackendError, BundleError
 from dflash_trt.export.contract import GraphSpec
+from dflash_trt.ops.cuda import register
+from dflash_trt.plugins.kernels.tiling import MAX_QUERIES
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +57,7 @@ class ContextExecution:
     def __init__(self, opened: OpenedEngine, index: int, profile: Profile) -> None:
         self.profile = profile
         self._opened, self._index = opened, index
-        self._context = opened.api.context(opened.engine)
+        self._context = opened.api.context(opened.engine, few_shapes=profile.name == "decode")
         if self._context is None:
             raise opened.failed("cannot make an execution context")
         with _waited_for(opened.device) as stream:
@@ -74,6 +82,10 @@ class ContextExecution:
 
     def another(self) -> ContextExecution:
         return ContextExecution(self._opened, self._index, self.profile)
+
+    def layer_information(self) -> str:
+        """JSON about the engine's layers, once the shapes of all inputs are set."""
+        return self._opened.api.layer_information(self._opened.engine, self._context)
 
 
 def open_engine_session(
@@ -105,7 +117,31 @@ def open_engine_session(
     opened = read_engine(api, file, device)
     check_engine(api, opened.engine, file, graph, profiles, capacity, plugins=plugin_library is not None)
     executions = [ContextExecution(opened, index, profile) for index, profile in enumerate(profiles)]
-    return EngineSession(graph, executions, capacity, device, whole_steps=cuda)
+    steps = whole_steps(graph, profiles, device)
+    return EngineSession(graph, executions, capacity, device, steps, partial(_precision, opened, graph, profiles[0]))
+
+
+def _precision(opened: OpenedEngine, graph: GraphSpec, first: Profile) -> PrecisionCensus:
+    """Read in a context of its own, which has the shapes that the engine's first profile is best at."""
+    execution = ContextExecution(opened, 0, first)
+    for spec in (*graph.inputs, *graph.past()):
+        execution.set_shape(spec.name, first.shapes(spec)[1])
+    return census(execution.layer_information())
+
+
+def whole_steps(graph: GraphSpec, profiles: Sequence[Profile], device: str) -> bool:
+    """Whether greedy steps can run whole on a device, as far as their own operators go; makes those ready.
+
+    They have kernels for CUDA, which need triton and take trees of so many nodes.
+    """
+    if torch.device(device).type != "cuda":
+        return False
+    if importlib.util.find_spec("triton") is None:
+        log.warning("triton is not installed: greedy steps run pass by pass, which is slower. pip install triton")
+        return False
+    register()
+    trees = [profile.dims["Q"].max for profile in profiles if graph.role == "target" and profile.name == "decode"]
+    return all(nodes <= MAX_QUERIES for nodes in trees)
 
 
 def read_engine(api: TensorRT, file: Path, device: str) -> OpenedEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,14 @@ _DIR = click.Path(path_type=Path)
 @click.option("--dump-ir", type=_DIR, help="Write the graph after each stage to this folder.")
 @click.option("--no-verify", "verify", flag_value=False, default=None, help="Skip the verification.")
 @click.option("--force", is_flag=True, default=None, help="Replace an existing bundle.")
-@click.option("--stop-after", type=click.Choice(["lower"]), help="TensorRT: write everything up to the engines.")
+@click.option("--stop-after", type=click.Choice(["lower"]), help="Engines: write everything up to them.")
 @click.option("--compute-capability", metavar="N,...", help="TensorRT-RTX: GPUs, as 86,89.  [default: this one]")
-@click.option("--plugins", type=click.Choice(["on", "off", "auto"]), help="TensorRT: use our plugins.  [default: auto]")
+@click.option("--plugins", type=click.Choice(["on", "off", "auto"]), help="TensorRT: the own plugins.  [default: auto]")
 @click.option("--tensorrt-version", metavar="X.Y", help="With --stop-after: whose parser.  [default: installed]")
-@click.option("--builder-optimization-level", type=int, help="TensorRT: 0 to 5, fast to thorough.")
-@click.option("--workspace", type=int, metavar="MIB", help="TensorRT: memory a layer may use.")
-@click.option("--weight-streaming", is_flag=True, default=None, help="TensorRT: weights may stay in host memory.")
-@click.option("--refit", is_flag=True, default=None, help="TensorRT: weights can be replaced later.")
+@click.option("--builder-optimization-level", type=int, help="Engines: 0 to 5, fast to thorough.")
+@click.option("--workspace", type=int, metavar="MIB", help="Engines: memory a layer may use.")
+@click.option("--weight-streaming", is_flag=True, default=None, help="Engines: weights may stay in host memory.")
+@click.option("--refit", is_flag=True, default=None, help="Engines: weights can be replaced later.")
 @click.option("--input-timing-cache", type=_DIR, help="TensorRT: what an earlier build measured.")
 @click.option("--output-timing-cache", type=_DIR, help="TensorRT: where to keep what this one measures.")
 def command(config: Path | None, **options: Any) -> None:
@@ -57,13 +58,25 @@ def command(config: Path | None, **options: Any) -> None:
     from dflash_trt.pipeline import build
     from dflash_trt.progress import RichProgress
 
-    _clean_up_when_terminated()
-    print_build(build(settings, RichProgress()))
+    print_build(build(settings, RichProgress(_clean_up_when_terminated().is_set)))
 
 
-def _clean_up_when_terminated() -> None:
-    """Makes SIGTERM and SIGHUP what Ctrl-C is, unless the caller has them ignored (nohup)."""
-    for name in ("SIGTERM", "SIGHUP"):
+def _clean_up_when_terminated() -> threading.Event:
+    """Makes SIGTERM and SIGHUP what Ctrl-C is, unless the caller has them ignored (nohup).
+
+    Returns:
+        Set when one came. The exception alone is not enough: some library may swallow it.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    for name, default in (
+        ("SIGINT", signal.default_int_handler), ("SIGTERM", signal.SIG_DFL), ("SIGHUP", signal.SIG_DFL),
+    ):  # fmt: skip
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+        if number is not None and signal.getsignal(number) == default:
+            signal.signal(number, interrupt)
+    return interrupted

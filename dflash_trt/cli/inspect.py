@@ -18,9 +18,15 @@ if TYPE_CHECKING:
 @click.option("--output", type=click.Path(path_type=Path), help="Of a trace: the pictures' folder, else beside it.")
 @click.option("--preflight", is_flag=True, help="Of a graph or a bundle: would TensorRT build it, and at what cost?")
 @click.option(
-    "--backend", type=click.Choice(["tensorrt", "tensorrt-rtx"]), help="With --preflight.  [default: tensorrt]"
+    "--backend",
+    type=click.Choice(["tensorrt", "tensorrt-rtx"]),
+    help="With --preflight.  [default: the bundle's, else tensorrt]",
 )
-@click.option("--tensorrt-version", metavar="X.Y", help="With --preflight: whose parser.  [default: the installed one]")
+@click.option(
+    "--tensorrt-version",
+    metavar="X.Y",
+    help="With --preflight: whose parser.  [default: the bundle's, else the installed one]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     path: Path,
@@ -47,7 +53,7 @@ def command(
         for option, given in (("--step", step), ("--output", output)):
             if given is not None:
                 raise UsageError("is for traces, --preflight for graphs", where=option, mend="Leave one out")
-        _preflight(path, backend or "tensorrt", tensorrt_version, as_json)
+        _preflight(path, backend, tensorrt_version, as_json)
         return
     if is_trace(path):
         from dflash_trt.evaluation.trace_drawing import draw_trace
@@ -67,7 +73,7 @@ def command(
         print_description(description)
 
 
-def _preflight(path: Path, flavour: Flavour, version: str | None, as_json: bool) -> None:
+def _preflight(path: Path, flavour: Flavour | None, version: str | None, as_json: bool) -> None:
     from dflash_trt.cli.tables import print_preflight
     from dflash_trt.errors import CheckFailed
     from dflash_trt.preflight.report import run_preflight

@@ -39,6 +39,15 @@ def _debug_option() -> click.Option:
     return click.Option(["--debug"], is_flag=True, is_eager=True, expose_value=False, callback=remember, help=text)
 
 
+def _with_debug_option(command: click.Command) -> click.Command:
+    """A copy that has the option, as all its commands have."""
+    command = copy.copy(command)
+    command.params = [*command.params, _debug_option()]
+    if isinstance(command, click.Group):
+        command.commands = {name: _with_debug_option(each) for name, each in command.commands.items()}
+    return command
+
+
 class LazyGroup(click.Group):
     """Imports a command's module only when it is needed: `--help` stays fast."""
 
@@ -48,9 +57,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = copy.copy(importlib.import_module(f"dflash_trt.cli.{cmd_name}").command)
-        command.params = [*command.params, _debug_option()]
-        return command
+        return _with_debug_option(importlib.import_module(f"dflash_trt.cli.{cmd_name}").command)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:  # doctor and inspect must work where torch does not
     from dflash_trt.evaluation.report import VerifyReport
     from dflash_trt.pipeline import BuildResult
+    from dflash_trt.preflight.fault import Fault
     from dflash_trt.preflight.report import PreflightReport
 
 _STATUS = {"passed": "green", "failed": "red", "not run": "yellow"}
@@ -30,7 +32,7 @@ def print_build(result: BuildResult) -> None:
 
 
 def print_report(report: VerifyReport) -> None:
-    """The checks of a verification."""
+    """The checks of a verification, and how many of them passed, failed or were not run."""
     table = Table(title="verification", title_justify="left")
     for name in ("check", "status", "measured", "limit"):
         table.add_column(name, overflow="fold")
@@ -39,23 +41,33 @@ def print_report(report: VerifyReport) -> None:
         measured = "; ".join(part for part in (figures, check.reason) if part)
         table.add_row(check.name, Text(check.status, style=_STATUS[check.status]), measured, check.limit)
     _console().print(table)
+    _print_whole(", ".join(f"{count} {status}" for status, count in report.counts.items()))
 
 
 def print_preflight(report: PreflightReport) -> None:
-    """What was found against each graph, what its engine would cost, and the answer."""
+    """What was found against the plugin library and each graph, what its engine would cost, and the answer."""
+    _print_faults(f"plugin library: {report.target}", report.faults)
     for graph in report.graphs:
-        table = Table(title=f"{graph.name}: {report.target}", title_justify="left")
-        for name in ("rule", "where", "fault"):
-            table.add_column(name, overflow="fold")
-        for fault in graph.faults:
-            table.add_row(Text(fault.rule, style="red"), fault.where, fault.text)
-        if graph.faults:
-            _console().print(table)
+        _print_faults(f"{graph.name}: {report.target}", graph.faults)
         for line in graph.estimate.lines():
             _print_whole(f"{graph.name}: {line}")
-    _print_whole(f"plugin registry: {report.registry}")
+    _print_whole(f"plugin registry: {report.registry.said}")
     _print_whole(f"inputs, outputs, profiles: {report.interface}")
     _print_whole(report.summary())
+
+
+def _print_faults(title: str, faults: Sequence[Fault]) -> None:
+    """A row per kind of fault; nothing without faults."""
+    from dflash_trt.preflight.fault import grouped
+
+    if not faults:
+        return
+    table = Table(title=title, title_justify="left")
+    for name in ("rule", "where", "fault"):
+        table.add_column(name, overflow="fold")
+    for group in grouped(faults):
+        table.add_row(Text(group.rule, style="red"), group.where, group.text)
+    _console().print(table)
 
 
 def print_description(description: dict[str, Any]) -> None:

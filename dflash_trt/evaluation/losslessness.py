@@ -55,6 +55,10 @@ def decision_margin(engine: Engine, prompt: Sequence[int], output: Sequence[int]
 
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:
-    """The target's logits f32 [V] after `tokens`, in one pass."""
-    inputs = chunk_inputs(np.asarray(tokens, np.int64), 0)
-    return engine.target.run(inputs, ["logits"], engine.target.new_cache(1, len(tokens)))["logits"][0, 0]
+    """The target's logits f32 [V] after `tokens`, in chunks as a prompt's."""
+    target, limits, ids = engine.target, engine.limits, np.asarray(tokens, np.int64)
+    cache = target.new_cache(1, target.capacity_for(len(ids), limits.capacity))
+    size = min(limits.prefill_chunk, target.longest_pass or len(ids))
+    for start in range(0, len(ids), size):
+        outputs = target.run(chunk_inputs(ids[start : start + size], start), ["logits"], cache)
+    return outputs["logits"][0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Status = Literal["passed", "failed", "not run"]
 
@@ -31,7 +31,13 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
+        """Whether no check failed; `counts` says how many were run at all."""
         return all(check.status != "failed" for check in self.checks)
+
+    @property
+    def counts(self) -> dict[Status, int]:
+        """Checks by status."""
+        return {status: sum(check.status == status for check in self.checks) for status in get_args(Status)}
 
     def failures(self) -> str:
         """The failed checks in one line."""
@@ -40,4 +46,4 @@ class VerifyReport:
         )
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "passed": self.passed}, indent=2) + "\n"
+        return json.dumps({**asdict(self), "passed": self.passed, "counts": self.counts}, indent=2) + "\n"

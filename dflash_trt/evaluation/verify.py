@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_trt.bundle import BundleInfo
 from dflash_trt.errors import BackendError
-from dflash_trt.evaluation.engine_checks import engine_checks, network_checks, not_run_checks
+from dflash_trt.evaluation.engine_checks import engine_checks, network_checks, not_run_checks, preflight_checks
 from dflash_trt.evaluation.losslessness import TIE, Comparison, compare_outputs
 from dflash_trt.evaluation.numbers import LIMITS, ROW_LIMIT, compare_graphs
 from dflash_trt.evaluation.probes import PROBES
@@ -39,7 +39,7 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
     checks = []
     if info.engines is not None:
         with progress.stage("Reading engines back"):
-            checks += [*network_checks(info), *engine_checks(folder, info)]
+            checks += [*preflight_checks(info), *network_checks(info), *engine_checks(info, engine)]
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))
     with progress.stage("Verifying losslessness", len(PROBES) * len(SETTINGS)) as advance:
@@ -51,8 +51,8 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
 
 
 def report_not_run(folder: Path, info: BundleInfo, reason: str) -> VerifyReport:
-    """What can be said of engines that cannot run here: their networks; the rest is not run, and why."""
-    checks = (*network_checks(info), *not_run_checks(info, reason))
+    """What can be said of engines that are not run: their graphs and networks; the rest is not run, and why."""
+    checks = (*preflight_checks(info), *network_checks(info), *not_run_checks(info, reason))
     return VerifyReport(folder.name, info.backend, info.precision, checks)
 
 
@@ -76,7 +76,10 @@ def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[C
 
 
 def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator[Check]:
-    """Speculative against token-by-token decoding on the probes, greedy and sampled, alone and in a batch; then tau."""
+    """Speculative against token-by-token decoding on the probes, greedy and sampled, alone and in a batch; then tau.
+
+    Steps that run whole on a device leave no trace, so they are run as a batch, be it of one.
+    """
     room = engine.limits.max_seq_len
     longest = min(engine.limits.max_input_len, max(1, room // 2))
     prompts = [ids[:longest] for ids in map(engine.tokenizer.encode, PROBES) if ids]
@@ -84,7 +87,7 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
     steps: list[StepView] = []
     for settings in SETTINGS:
         tokens = min(PROBE_TOKENS, room - longest)
-        batched = engine.limits.max_batch_size > 1
+        batched = engine.limits.max_batch_size > 1 or engine.device_step
         rows = engine.generate_batch(prompts, max_tokens=tokens, **settings) if batched else []
         for number, ids in enumerate(prompts):
             plain = engine.generate(ids, speculation=False, max_tokens=tokens, **settings)

@@ -16,8 +16,9 @@ _MASK = 3  # input of Attention
 class AdditiveMasks(ir.passes.InPlacePass):
     """Requires: queries of known dtype. Ensures: no `Attention` has a boolean mask.
 
-    What is hidden gets the dtype's most negative number and not -inf: a kernel that meets a tile of -inf alone computes
-    inf - inf. After the maximum is subtracted both leave exactly 0, since every query sees itself.
+    What is hidden gets half of the dtype's most negative number: with a score added, or scaled for powers of two, it
+    must not become -inf, since a kernel that meets a tile of that alone computes inf - inf. After the maximum is
+    subtracted it leaves exactly 0 as -inf would, since every query sees itself.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -41,7 +42,7 @@ def _add(graph: ir.Graph, before: ir.Node, mask: ir.Value, dtype: ir.DataType) -
     """`Where(mask, 0, lowest)` in front of a node."""
     name, numpy_dtype = f"{mask.name}_additive_{dtype.name.lower()}", dtype.numpy()
     constants = []
-    for part, number in (("seen", 0.0), ("hidden", float(ml_dtypes.finfo(numpy_dtype).min))):
+    for part, number in (("seen", 0.0), ("hidden", float(ml_dtypes.finfo(numpy_dtype).min) / 2)):
         tensor = ir.tensor(np.array(number, numpy_dtype), dtype, name=f"{name}_{part}")
         value = ir.Value(name=tensor.name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
         graph.register_initializer(value)

@@ -15,7 +15,6 @@ from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.errors import ExportError
 
 _PAST_THE_END = (1 << 63) - 1
-_WITHOUT_SCATTER = "Where there is no TensorScatter, only the plugins can update a cache in place: build with them"
 
 
 class ExpandOperators(ir.passes.InPlacePass):
@@ -58,12 +57,13 @@ class ExpandOperators(ir.passes.InPlacePass):
         for op_type, count in Counter(node.op_type for node in nodes).items():
             first = next(node for node in nodes if node.op_type == op_type)
             since = first_version(op_type, self._parser.flavour)
-            faults.append(f"{op_type} is there from {since} on; {count} nodes have it, the first is {first.name}")
+            having = f"{count} nodes have it, the first is" if count > 1 else "the node that has it is"
+            faults.append(f"{op_type} is there from {since} on; {having} {first.name}")
         mend = f"Use a later {self._parser.product}"
-        if any(node.op_type == "TensorScatter" for node in nodes):
-            mend += f". {_WITHOUT_SCATTER}"
-        what = "\n  ".join((f"{self._parser} lacks operators that nothing else can do the work of:", *faults))
-        raise ExportError(what, where="expand_operators", mend=mend)
+        if self._parser.flavour == "tensorrt":
+            mend += ", or build with --plugins on"  # of what 10.14 and later lack, only cache updates come here
+        what = faults[0] if len(faults) == 1 else "\n  ".join(("lacks what no other operators can do:", *faults))
+        raise ExportError(what, where=str(self._parser), mend=mend)
 
 
 class _Writer:

@@ -6,8 +6,10 @@ that the plugin never sees.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -18,10 +20,12 @@ from dflash_trt.backends.profiles import Profile
 from dflash_trt.errors import ExportError
 from dflash_trt.export.contract import GraphSpec
 from dflash_trt.passes.check_in_place import cache_faults
-from dflash_trt.preflight.fault import Fault
+from dflash_trt.preflight.fault import Fault, grouped
 from dflash_trt.preflight.interface import DTYPES, capacity_faults, interface_faults, profile_faults
 from dflash_trt.preflight.operators import mask_faults, operator_faults, typing_faults, weight_faults
 from dflash_trt.preflight.plugins import LibraryRegistry, Registry, plugin_faults
+
+_INFERENCE = common.ShapeInferencePass.__module__  # the name of its logger
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ class Preflight(ir.passes.InPlacePass):
         self._target = target
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        """Raises ExportError with every fault."""
-        faults = preflight_faults(model, self._target)
+        """Raises ExportError with every kind of fault, the first place that has it, and how many have."""
+        faults = grouped(preflight_faults(model, self._target))
         if faults:
             raise ExportError(
                 "\n  ".join((f"{self._target.parser} cannot build this graph:", *map(str, faults))), where="preflight"
@@ -71,7 +75,7 @@ def preflight_faults(model: ir.Model, target: PreflightTarget) -> list[Fault]:
         *operator_faults(model, target.parser),
         *typing_faults(model),
         *mask_faults(model, target.parser),
-        *capacity_faults(model.graph, target.profiles),
+        *capacity_faults(model.graph, target.profiles, target.parser),
         *(Fault(value, "in-place", text) for value, text in cache_faults(model.graph)),
     ]
     if target.graph is not None:
@@ -89,5 +93,29 @@ def _with_types(model: ir.Model) -> ir.Model:
     if any(value.dtype is None or value.shape is None for value in computed):
         for value in (*clone.graph.inputs, *clone.graph.initializers.values(), *computed):
             value.type = copy.deepcopy(value.type)  # clones share them
-        common.ShapeInferencePass(check_type=False, strict_mode=False)(clone)
+        with _every_domain_imported(clone), _silence(_INFERENCE):
+            common.ShapeInferencePass(check_type=False, strict_mode=False)(clone)
     return clone
+
+
+@contextlib.contextmanager
+def _every_domain_imported(model: ir.Model) -> Iterator[None]:
+    """For a while: inference gives up on the whole graph where one domain is not imported."""
+    imports = dict(model.opset_imports)
+    model.opset_imports.update({node.domain: 1 for node in model.graph.all_nodes() if node.domain not in imports})
+    try:
+        yield
+    finally:
+        model.opset_imports.clear()
+        model.opset_imports.update(imports)
+
+
+@contextlib.contextmanager
+def _silence(name: str) -> Iterator[None]:
+    """A logger, for a while: what cannot be inferred is a fault of its own, and needs no stack of somebody else's."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from dflash_trt.backends import profiles as profile_rules
+from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.backends.profiles import CAPACITY, Profile
 from dflash_trt.export.contract import GraphSpec, TensorSpec
-from dflash_trt.preflight.fault import Fault
+from dflash_trt.preflight.fault import Fault, lowering
 
 DTYPES = {
     "int64": ir.DataType.INT64,
@@ -54,7 +55,7 @@ def _value_faults(where: str, value: ir.Value, spec: TensorSpec) -> Iterator[Fau
         yield Fault(where, "interface", f"is {shown}; it must be [{', '.join(map(str, wanted))}]")
 
 
-def capacity_faults(graph: ir.Graph, given: Sequence[Profile] | None) -> Iterator[Fault]:
+def capacity_faults(graph: ir.Graph, given: Sequence[Profile] | None, parser: ParserVersion) -> Iterator[Fault]:
     """Every cache has one fixed capacity, that of the profiles: engines update no other in place."""
     expected = {profile.name: profile.dims[CAPACITY].max for profile in given or () if CAPACITY in profile.dims}
     caches = [
@@ -67,16 +68,16 @@ def capacity_faults(graph: ir.Graph, given: Sequence[Profile] | None) -> Iterato
     if varying:
         where, size = varying[0]
         more = f", and so do {len(varying) - 1} others" if varying[1:] else ""
-        text = f"has a capacity that varies (dimension {_CAPACITY_AXIS} is {size}){more}. Fix it (FixCapacity)"
+        text = f"has a capacity that varies (dimension {_CAPACITY_AXIS} is {size}){more}. {lowering(parser)}"
         yield Fault(where, "capacity", text)
     fixed = [(where, size) for where, size in caches if isinstance(size, int)]
     for where, found in fixed:
         if found != fixed[0][1]:
-            text = f"has {found} slots, {fixed[0][0]} has {fixed[0][1]}; all must have as many (FixCapacity)"
+            text = f"has {found} slots, {fixed[0][0]} has {fixed[0][1]}; all must have as many. {lowering(parser)}"
             yield Fault(where, "capacity", text)
         for name, slots in expected.items():
             if found != slots:
-                text = f"has {found} slots, profile {name} {slots}. Fix it to that (FixCapacity)"
+                text = f"has {found} slots, profile {name} {slots}. {lowering(parser)}"
                 yield Fault(where, "capacity", text)
 
 

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from dflash_trt.backends.parser_ops import Dtypes, Support, first_version, support
 from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.ops import DOMAIN, OPSET, VERSION
-from dflash_trt.preflight.fault import Fault, place
+from dflash_trt.preflight.fault import Fault, lowering, place
 from dflash_trt.preflight.interface import is_cache
 from dflash_trt.preflight.plugins import SCHEMAS, is_custom
 
@@ -25,11 +25,7 @@ _DTYPES = {
     "tensor(float16)": ir.DataType.FLOAT16,
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
 }
-# newer operators that a pass can write in older ones, or that only a plugin replaces
-_MENDS = {
-    "TensorScatter": "Use a later one, or build with plugins",
-    "Attention": "Use a later one, or build with plugins",
-}
+_REPLACED_BY_PLUGINS = ("Attention", "TensorScatter")  # nothing else does their work where there is none of them
 
 
 def operator_faults(model: ir.Model, parser: ParserVersion) -> Iterator[Fault]:
@@ -37,16 +33,18 @@ def operator_faults(model: ir.Model, parser: ParserVersion) -> Iterator[Fault]:
     for domain, version in model.opset_imports.items():
         expected = {"": OPSET, DOMAIN: VERSION}.get(domain)
         if expected is None:
-            yield Fault(f"opset import {domain}", "opset", "the domain is unknown. Inline its operators")
+            yield Fault(f"opset import {domain}", "opset", "the domain is unknown. Use standard operators instead")
         elif version != expected:
             name = domain or "ai.onnx"
-            text = f"is of version {version}; what is known of {parser} is of {expected}. Convert the graph"
+            text = f"is of version {version}; what is known of {parser} is of {expected}. Build it again, or convert it"
             yield Fault(f"opset import {name}", "opset", text)
+    if "" not in model.opset_imports:
+        yield Fault("opset import ai.onnx", "opset", f"is missing; what is known of {parser} is of {OPSET}")
     for node in model.graph.all_nodes():
         if is_custom(node):
             continue
         if node.domain:
-            text = f"is of domain {node.domain}, which {parser} does not know. Inline it"
+            text = f"is of domain {node.domain}, which {parser} does not know. Use standard operators instead"
             yield Fault(place(node), "domain", text)
             continue
         known = support(node.op_type, parser)
@@ -60,8 +58,9 @@ def operator_faults(model: ir.Model, parser: ParserVersion) -> Iterator[Fault]:
 def _unknown(op_type: str, parser: ParserVersion) -> str:
     first = first_version(op_type, parser.flavour)
     if first is None:
-        return f"is not known to be taken by {parser}. Write it in other operators"
-    return f"{parser} does not take it, {first} does. {_MENDS.get(op_type, 'Expand it (ExpandOperators)')}"
+        return f"{op_type} is not known to be taken by {parser}. Use other operators instead"
+    options = "--plugins on" if op_type in _REPLACED_BY_PLUGINS and parser.flavour == "tensorrt" else ""
+    return f"{parser} does not take {op_type}, {first} does. {lowering(parser, options)}"
 
 
 def _support_faults(node: ir.Node, known: Support, parser: ParserVersion) -> Iterator[Fault]:
@@ -77,7 +76,7 @@ def _support_faults(node: ir.Node, known: Support, parser: ParserVersion) -> Ite
             if index >= len(dtypes) and not known.variadic:
                 yield fault("operator", f"has {kind} {index} ({value.name}), which {parser} does not take")
                 continue
-            yield from _dtype_faults(node, f"{kind} {index} ({value.name})", value, dtypes[min(index, len(dtypes) - 1)])
+            yield from _dtype_faults(node, f"{kind} {index}", value, dtypes[min(index, len(dtypes) - 1)])
     for index, value in enumerate(node.inputs):
         if value is None:
             continue
@@ -94,7 +93,7 @@ def _support_faults(node: ir.Node, known: Support, parser: ParserVersion) -> Ite
             size = value.shape[axis]
             if not isinstance(size, int):
                 text = f"dimension {axis} of input {index} ({value.name}) is {size}; it must be a number"
-                yield fault("capacity", f"{text}. Fix the capacity (FixCapacity)")
+                yield fault("capacity", f"{text}. {lowering(parser)}")
     for name, attribute in node.attributes.items():
         allowed = known.attributes.get(name)
         if allowed is not None and attribute.value not in allowed:
@@ -105,10 +104,11 @@ def _support_faults(node: ir.Node, known: Support, parser: ParserVersion) -> Ite
 
 def _dtype_faults(node: ir.Node, what: str, value: ir.Value, allowed: Dtypes) -> Iterator[Fault]:
     if value.dtype is None:
-        yield Fault(place(node), "dtype", f"{what} is of no known dtype. Run Simplify, which infers it")
+        text = f"{what} is of no known dtype, and none can be inferred. Give it one in the graph's value_info"
+        yield Fault(place(node), "dtype", text)
     elif value.dtype not in allowed:
         names = " or ".join(sorted(map(str, allowed)))
-        yield Fault(place(node), "dtype", f"{what} is {value.dtype}; it must be {names}. Cast it")
+        yield Fault(place(node), "dtype", f"{what} ({value.name}) is {value.dtype}; it must be {names}. Cast it")
 
 
 def _is_constant(value: ir.Value) -> bool:
@@ -211,4 +211,4 @@ def mask_faults(model: ir.Model, parser: ParserVersion) -> Iterator[Fault]:
         if len(nodes) > 1:
             names = ", ".join(str(node.name) for node in nodes[1:])
             text = f"shares its boolean mask {mask.name} with {names}, which {parser.product} cannot compile"
-            yield Fault(place(nodes[0]), "mask", f"{text}. Make it additive (AdditiveMasks)")
+            yield Fault(place(nodes[0]), "mask", f"{text}. {lowering(parser)}")

@@ -11,10 +11,10 @@ import onnx_ir as ir
 from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.ops import DOMAIN, kv_injection_onnx, staircase_attention_onnx
 from dflash_trt.passes.bind_plugins import PLUGIN_ATTRIBUTES
-from dflash_trt.preflight.fault import Fault, place
+from dflash_trt.preflight.fault import Fault, lowering, place
 
 SCHEMAS = {schema.name: schema for schema in (kv_injection_onnx.schema(), staircase_attention_onnx.schema())}
-_BIND = "Bind the graph (BindPlugins), or inline it and build with --plugins off"
+_WITH_PLUGINS = "--plugins on"
 # what the parser makes of an attribute, whatever the creator says of the field; integers it cuts to 32 bits
 _INTEGERS = frozenset({"INT32", "INT64"})
 _KINDS = {
@@ -53,21 +53,20 @@ def plugin_faults(model: ir.Model, parser: ParserVersion, registry: Registry) ->
     """What keeps custom nodes from reaching their plugins, and names that lead others there."""
     for domain, name, overload in model.functions:
         where = f"function {domain}::{name}" + (f" (overload {overload})" if overload else "")
-        mend = _BIND if domain == DOMAIN else "Inline it"
+        mend = lowering(parser) if domain == DOMAIN else "Inline it"
         yield Fault(where, "function", f"a parser takes its body for every node of that name. {mend}")
     for node in model.graph.all_nodes():
         yield from _name_faults(node)
         if not is_custom(node):
             continue
         if parser.flavour == "tensorrt-rtx":
-            text = f"{parser.product} takes no plugins. Inline the graph: build with --plugins off"
-            yield Fault(place(node), "plugin", text)
+            yield Fault(place(node), "plugin", f"{parser.product} takes no plugins. {lowering(parser)}")
             continue
         unbound = list(_unbound(node))
         for reason in unbound:
-            yield Fault(place(node), "unbound", f"{reason}. {_BIND}")
+            yield Fault(place(node), "unbound", f"{reason}. {lowering(parser, _WITH_PLUGINS)}")
         if not unbound:
-            yield from _creator_faults(node, registry)
+            yield from _creator_faults(node, parser, registry)
 
 
 def _name_faults(node: ir.Node) -> Iterator[Fault]:
@@ -81,10 +80,11 @@ def _name_faults(node: ir.Node) -> Iterator[Fault]:
 
 
 def _unbound(node: ir.Node) -> Iterator[str]:
-    for name in PLUGIN_ATTRIBUTES:
-        if name not in node.attributes:
-            yield f"is a call and no plugin: it has no attribute {name}"
-        elif node.attributes[name].type != ir.AttributeType.STRING:
+    missing = [name for name in PLUGIN_ATTRIBUTES if name not in node.attributes]
+    if missing:
+        yield f"is a call and no plugin: it has no attribute {' and no '.join(missing)}"
+    for name in (name for name in PLUGIN_ATTRIBUTES if name in node.attributes):
+        if node.attributes[name].type != ir.AttributeType.STRING:
             yield f"attribute {name} is {node.attributes[name].type}; it must be a string"
     if node.overload:
         yield f"is a call and no plugin: it has the overload {node.overload}"
@@ -92,15 +92,15 @@ def _unbound(node: ir.Node) -> Iterator[str]:
         yield "has an absent input among its inputs; plugins tell by the number of inputs"
 
 
-def _creator_faults(node: ir.Node, registry: Registry) -> Iterator[Fault]:
+def _creator_faults(node: ir.Node, parser: ParserVersion, registry: Registry) -> Iterator[Fault]:
     version, namespace = (node.attributes[name].as_string() for name in PLUGIN_ATTRIBUTES)
     fields = registry.creator_fields(node.op_type, version, namespace)
     if fields is None:
         what = f"no plugin creator {node.op_type} of version {version!r} and namespace {namespace!r} is registered"
-        yield Fault(place(node), "plugin", f"{what}. {_mend(node.op_type, version, namespace)}")
+        yield Fault(place(node), "plugin", f"{what}. {_mend(node.op_type, version, namespace, parser)}")
         return
     given = {name: value for name, value in node.attributes.items() if name not in PLUGIN_ATTRIBUTES}
-    for name in fields.keys() - given.keys():
+    for name in (name for name in fields if name not in given):
         text = f"field {name} ({fields[name]}) of the plugin is not given. Add the attribute"
         yield Fault(place(node), "field", text)
     for name, attribute in given.items():
@@ -110,13 +110,13 @@ def _creator_faults(node: ir.Node, registry: Registry) -> Iterator[Fault]:
             yield Fault(place(node), "field", f"attribute {name} {reason}. {mend}")
 
 
-def _mend(name: str, version: str, namespace: str) -> str:
+def _mend(name: str, version: str, namespace: str, parser: ParserVersion) -> str:
     """Which of the three is not what the library registers."""
     if name not in SCHEMAS:
         return f"The plugin library has {', '.join(SCHEMAS)}"
     ours = " and ".join(PLUGIN_ATTRIBUTES.values())
     if (version, namespace) != tuple(PLUGIN_ATTRIBUTES.values()):
-        return f"The plugin library registers version and namespace {ours}: bind the graph again"
+        return f"The plugin library registers version and namespace {ours}. {lowering(parser, _WITH_PLUGINS)}"
     return "Load the plugin library, or build it: dflash-trt plugins build"
 
 

@@ -13,14 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dflash_trt.backends import tensorrt_api
 from dflash_trt.backends.engine_contract import check_engine
 from dflash_trt.backends.engine_session import EngineSession
 from dflash_trt.backends.profiles import Profile
 from dflash_trt.backends.tensorrt_api import Messages, TensorRT
-from dflash_trt.backends.tensorrt_session import ContextExecution, OpenedEngine, mapped, scratch_for
+from dflash_trt.backends.tensorrt_session import ContextExecution, OpenedEngine, mapped, scratch_for, whole_steps
 from dflash_trt.bundle import BundleInfo
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import Role
@@ -52,13 +50,14 @@ class SessionExecution(ContextExecution):
         return SessionExecution(self._opened, self._index, self.profile, self._session)
 
 
-def load_engine(folder: Path, device: str = "cuda") -> Engine:
+def load_engine(folder: Path | str, device: str = "cuda") -> Engine:
     """Opens a bundle of the tensorrt backend, all graphs in sessions of TensorRT-LLM.
 
     Raises:
         BundleError: missing, damaged, or built with another TensorRT or for another GPU.
         BackendError: as `open_session`.
     """
+    folder = Path(folder)
     info = open_info(folder)
     return engine_of(folder, info, {role: open_session(folder, info, role, device) for role in info.roles})
 
@@ -99,8 +98,7 @@ def open_session(folder: Path, info: BundleInfo, role: Role, device: str = "cuda
         streams_weights=False,
     )
     executions = [SessionExecution(opened, index, profile, session) for index, profile in enumerate(profiles)]
-    whole_steps = torch.device(device).type == "cuda"
-    return EngineSession(record.spec, executions, capacity, device, whole_steps)
+    return EngineSession(record.spec, executions, capacity, device, whole_steps(record.spec, profiles, device))
 
 
 def _read(session_class: Any, api: TensorRT, file: Path) -> Any:

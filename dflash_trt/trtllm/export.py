@@ -28,7 +28,7 @@ from dflash_trt.trtllm import serving as texts
 from dflash_trt.trtllm.drafter_folder import check_servable, write_drafter
 from dflash_trt.trtllm.serving import Serving
 
-FORMAT = "trtllm export"
+SECTION = "dflash_trt_export"  # of config.json, by which an export is known
 MAX_BATCH_SIZE, MAX_SEQ_LEN = 8, 4096
 _PACKAGES = Path(__file__).with_name("out_of_tree")
 
@@ -59,7 +59,7 @@ def export(
         vp_drafter: refused; TensorRT-LLM has no D2SD.
         max_draft_len: drafts a step, 1 to the trained block size - 1; None for the most.
         max_seq_len: prompt and output in tokens; None for 4096, or what the pair was trained for if that is less.
-        force: replace an earlier export (or bundle) at `output`.
+        force: replace an earlier export at `output`.
 
     Raises:
         UsageError: a value that cannot be used, or D2SD.
@@ -89,10 +89,19 @@ def export(
         max_seq_len=(length := _settle_length(own, theirs, max_seq_len)),
         context_cache_bytes=_context_cache_bytes(theirs, max_batch_size, length + block),
     )
-    with atomic_output(folder, force=force) as temporary:
+    with atomic_output(folder, force=force, kind="an export", is_one=is_export) as temporary:
         _write(serving, theirs, temporary)
         files = tuple(sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()))
     return Export(folder, serving, files)
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder is what `export` writes."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and isinstance(config.get(SECTION), dict)
 
 
 def _settle_length(target: TargetCheckpoint, drafter: DrafterCheckpoint, asked: int | None) -> int:
@@ -121,7 +130,6 @@ def _write(serving: Serving, drafter: DrafterCheckpoint, folder: Path) -> None:
     if serving.system == "dflare":
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(_PACKAGES / texts.PACKAGE, folder / texts.PACKAGE, ignore=ignored)
-    # the section by which an output is known as ours, to be replaced with --force
-    section = {"format": FORMAT, "system": serving.system, "tool_versions": tool_versions(())}
+    section: dict[str, object] = {"system": serving.system, "tool_versions": tool_versions(())}
     section |= {"target": str(serving.target), "drafter": str(drafter.path.resolve())}
-    (folder / CONFIG).write_text(json.dumps({"dflash_trt": section}, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps({SECTION: section}, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from dflash_trt.backends.parser_version import Flavour, ParserVersion
 from dflash_trt.backends.tensorrt_api import TensorRT
 
 FLAGS = ("DEBUG", "REFIT", "TF32", "STRIP_PLAN", "WEIGHT_STREAMING")
-VERSIONS: dict[Flavour, str] = {"tensorrt": "10.14.1.48", "tensorrt-rtx": "1.7.1.116"}
+VERSIONS: dict[Flavour, str] = {"tensorrt": "10.16.1.11", "tensorrt-rtx": "1.7.1.116"}
 
 
 class FakeConfig:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dflash_trt.backends.base import numpy_dtype
 from dflash_trt.backends.engine_session import EngineSession
+from dflash_trt.backends.parser_version import Flavour, ParserVersion
 from dflash_trt.backends.profiles import Profile, profiles
+from dflash_trt.backends.tensorrt_api import TensorRT
 from dflash_trt.backends.torch import TorchSession
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec, TensorSpec
@@ -303,8 +306,23 @@ class FakeEngine:
         self.contexts.append((FakeRtxContext if self._rtx else FakeContext)(self._built))
         return self.contexts[-1]
 
-    def create_engine_inspector(self) -> Any:
-        return SimpleNamespace(get_engine_information=lambda format: self._built.information)
+    def create_engine_inspector(self) -> FakeInspector:
+        return FakeInspector(self._built)
+
+
+class FakeInspector:
+    """An IEngineInspector: it tells formats only where its context has the shapes of all inputs."""
+
+    def __init__(self, built: Built) -> None:
+        self._built = built
+        self.execution_context: FakeContext | None = None
+
+    def get_engine_information(self, format: Value) -> str:
+        assert format.name == "JSON"
+        execution = None if self.execution_context is None else self.execution_context._execution
+        if execution is not None and execution.shapes.keys() == execution.inputs.keys():
+            return self._built.information
+        return re.sub(r'atype": "[^"]*"', 'atype": "N/A due to dynamic shapes"', self._built.information)
 
 
 class FakeTensorRT:
@@ -355,3 +373,11 @@ class FakeTensorRT:
             validity = self.EngineValidity.VALID if bits is None else self.EngineValidity.INVALID
             runtime.get_engine_validity = lambda buffer: (validity, bits or 0)
         return runtime
+
+
+def api_of(built: Built, rtx: bool = False) -> TensorRT:
+    """A TensorRT, or a TensorRT-RTX, over a `FakeTensorRT`."""
+    flavour: Flavour = "tensorrt-rtx" if rtx else "tensorrt"
+    version = "1.7.1.116" if rtx else "10.16.0.72"
+    parser = ParserVersion.parse(version, flavour)
+    return TensorRT(trt=FakeTensorRT(built, rtx), flavour=flavour, version=version, parser=parser)

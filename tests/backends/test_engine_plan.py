@@ -56,6 +56,8 @@ class Machine:
         dtype: Any = "bfloat16",
         **options: Any,
     ) -> EnginePlan:
+        if "prefill_chunk" in options:
+            limits = replace(limits, prefill_chunk=options["prefill_chunk"])
         roles = ("target", "drafter", "vp_drafter")
         specs: Any = {role: SimpleNamespace(head_dim=dim) for role, dim in zip(roles, head_dims, strict=False)}
         return plan_engines(flavour, settings(flavour, **options), limits, specs, dtype)
@@ -92,7 +94,7 @@ def settings(flavour: Flavour = "tensorrt", **options: Any) -> BuildConfig:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """With TensorRT 10.14, an H100 and a plugin library for it."""
+    """With TensorRT 10.16, an H100 and a plugin library for it."""
     machine = Machine(tmp_path, fake_builder.tensorrt())
     machine.build_library()
     monkeypatch.setattr(tensorrt_api, "load", machine.load)
@@ -140,11 +142,11 @@ AGAINST: dict[str, tuple[dict[str, Any], str]] = {
     "block": ({"limits": replace(LIMITS, block_size=129)}, "a step verifies 129 tokens; the plugins take at most 128"),
     "tree": ({"limits": staircase(24, 24, 5)}, "a step verifies 129 tokens; the plugins take at most 128"),
     "re-draft": ({"limits": staircase(8, 26, 4)}, "a re-draft fills 130 tokens; the plugins take at most 128"),
-    "prefill_chunk": ({"prefill_chunk": 129}, "prefill_chunk has 129 tokens; the plugins take at most 128"),
+    "prefill_chunk": ({"prefill_chunk": 129}, "a prompt's pass has 129 tokens; the plugins take at most 128"),
     "several": (
         {"dtype": "float32", "limits": replace(LIMITS, block_size=200), "prefill_chunk": 256},
         "the plugins have kernels for float16, bfloat16, not for float32; a step verifies 200 tokens; the plugins take "
-        "at most 128; prefill_chunk has 256 tokens; the plugins take at most 128",
+        "at most 128; a prompt's pass has 256 tokens; the plugins take at most 128",
     ),
 }
 
@@ -270,7 +272,7 @@ def test_with_tensorrt_and_a_gpu_nothing_is_missing(machine: Machine) -> None:
         plan = machine.plan(**options)
         assert plan.api is machine.api
         assert (plan.missing, plan.stops) == ("", bool(options))
-        assert str(plan.parser) == "TensorRT 10.14"
+        assert str(plan.parser) == "TensorRT 10.16"
 
 
 def test_tensorrt_without_a_gpu(machine: Machine) -> None:
@@ -457,7 +459,7 @@ def test_timing_caches_are_read_before_anything_is_done(tmp_path: Path) -> None:
         assert caught.value.where == f"--input-timing-cache {gone}"
         assert "no such file" in caught.value.what
     file.write_bytes(b"of another GPU")
-    with pytest.raises(BackendError, match=r"TensorRT 10\.14\.1\.48 refuses the timing cache"):
+    with pytest.raises(BackendError, match=r"TensorRT 10\.16\.1\.11 refuses the timing cache"):
         check(TimingCache(read=file))
     file.write_bytes(FakeConfig.good_cache)
     assert check(TimingCache(read=file)) == FakeConfig.good_cache
@@ -485,3 +487,19 @@ def test_the_options_of_the_real_one() -> None:
         check_options(api, replace(options, compute_capabilities=(86, 90)), None)
     with pytest.raises(BackendError, match="times nothing"):
         check_options(api, options, TimingCache())
+
+
+def test_rtx_refits_only_where_a_gpu_is(machine: Machine) -> None:
+    machine.api = fake_builder.rtx()
+    assert machine.plan("tensorrt-rtx", refit=True, compute_capability="86").options.refit
+    machine.gpu = None
+    error = machine.refused(BackendError, "tensorrt-rtx", refit=True, compute_capability="86")
+    assert error.where == "--refit"
+
+
+def test_a_parser_without_a_cache_update_needs_the_plugins(machine: Machine) -> None:
+    machine.api = fake_builder.tensorrt(version="10.14.1.48")
+    assert machine.plan().binds
+    error = machine.refused(BackendError, plugins="off")
+    assert "TensorRT 10.14 can update caches in place with plugins only (--plugins off)" in error.what
+    assert "10.15 or later" in error.mend

@@ -16,7 +16,7 @@ from onnx import parser as onnx_text
 from ops.op_cases import attention_model, injection_model
 
 from dflash_trt.backends.parser_ops import _TABLES, Support, first_version, support
-from dflash_trt.backends.parser_version import Flavour, ParserVersion
+from dflash_trt.backends.parser_version import Flavour, ParserVersion, parse_supported
 from dflash_trt.errors import UsageError
 from dflash_trt.ops import DOMAIN, OPSET, kv_injection_onnx, staircase_attention_onnx
 from dflash_trt.passes.bind_plugins import BindPlugins
@@ -43,12 +43,42 @@ FLAVOURS: tuple[Flavour, ...] = ("tensorrt", "tensorrt-rtx")
 def test_versions_are_read_and_written(text: str, flavour: Flavour, parsed: ParserVersion, name: str) -> None:
     assert ParserVersion.parse(text, flavour) == parsed
     assert str(parsed) == name
+    assert ParserVersion.named(name) == parsed
+    assert parse_supported(text, flavour) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "10", "ten.one", "10.", "v10.14", "10.14 "])
+@pytest.mark.parametrize("text", ["", "10", "ten.one", "10.", "v10.14", "10.14 ", "\u0661.14", "10." + "9" * 9999])
 def test_what_is_no_version_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is no version of TensorRT"):
         ParserVersion.parse(text)
+    with pytest.raises(UsageError, match=r"--tensorrt-version: .* is no version of TensorRT"):
+        parse_supported(text, "tensorrt")
+
+
+@pytest.mark.parametrize("name", ["", "TensorRT", "10.14", "TensorRT-LLM 1.0", "tensorrt 10.14", "TensorRT  10.14"])
+def test_what_names_no_parser_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="names no parser"):
+        ParserVersion.named(name)
+
+
+@pytest.mark.parametrize(
+    ("flavour", "supported", "others", "limits"),
+    [
+        ("tensorrt", ["10.14", "10.99", "11.0", "11.4.0.1"], ["0.0", "1.7", "9.3", "10.13", "12.0"], "10.14 to 11.x"),
+        ("tensorrt-rtx", ["1.7", "1.8.0", "1.99"], ["0.9", "1.6", "2.0", "10.15"], "1.7 to 1.x"),
+    ],
+)
+def test_other_versions_are_not_supported(
+    flavour: Flavour, supported: list[str], others: list[str], limits: str
+) -> None:
+    for text in supported:
+        assert parse_supported(text, flavour) == ParserVersion.parse(text, flavour)
+    for text in others:
+        with pytest.raises(UsageError) as error:
+            parse_supported(text, flavour)
+        name = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}[flavour]
+        expected = f"--tensorrt-version: {name} {text} is not supported. Give one from {limits}"
+        assert error.value.message() == expected
 
 
 # What TensorRT's release notes say was added to the parser.

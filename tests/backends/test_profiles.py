@@ -341,3 +341,12 @@ def test_a_range_that_is_out_of_order_is_found_wherever_it_is(role: Role, which:
     given[which] = changed(given[which], **{name: ranges(low, best, high)})
     right = 1 <= low <= best <= high and (name != CAPACITY or low == high)
     assert (not list(faults(GRAPHS[role], given))) == right
+
+
+def test_a_vp_drafter_without_branches_still_takes_its_block() -> None:
+    """Nothing re-drafts then, but its numbers are compared."""
+    limits = Limits(
+        max_batch_size=2, max_seq_len=96, max_input_len=95, block_size=8, prefill_chunk=16, vp_block_size=10, branches=0
+    )
+    decode, _ = profiles("vp_drafter", limits)
+    assert decode.dims["Q"].max == 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
 from dataclasses import replace
@@ -13,16 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends.fake_engine import Built, FakeContext, FakeEngine, FakeRtxContext, FakeTensorRT
+from backends.fake_engine import Built, FakeContext, FakeEngine, FakeRtxContext, FakeTensorRT, api_of
 from export.small_pair import random_inputs, small_pair
 from rtx import tensorrt_rtx
 
 from dflash_trt.backends import tensorrt_api
 from dflash_trt.backends.engine_contract import engine_io_faults, row_faults
-from dflash_trt.backends.engine_precision import PrecisionCensus, census, engine_precision, precision_faults
-from dflash_trt.backends.parser_version import ParserVersion
 from dflash_trt.backends.profiles import DimRange, profiles
-from dflash_trt.backends.tensorrt_api import TensorRT
 from dflash_trt.backends.tensorrt_session import open_engine_session
 from dflash_trt.errors import BackendError, BundleError
 from dflash_trt.export.contract import Role
@@ -41,12 +37,6 @@ def rtx(request: pytest.FixtureRequest) -> bool:
 def built_of(role: Role) -> Built:
     graph = small_pair().graph(role)
     return Built(graph.module, graph.spec, list(profiles(role, LIMITS)))
-
-
-def api_of(built: Built, rtx: bool = False) -> TensorRT:
-    flavour, version = ("tensorrt-rtx", "1.7.1.116") if rtx else ("tensorrt", "10.16.0.72")
-    parser = ParserVersion.parse(version, flavour)  # type: ignore[arg-type]
-    return TensorRT(trt=FakeTensorRT(built, rtx), flavour=flavour, version=version, parser=parser)  # type: ignore[arg-type]
 
 
 def opened(built: Built, folder: Path, rtx: bool = False, plugins: Path | None = None) -> tuple[Any, FakeTensorRT]:
@@ -334,99 +324,6 @@ def test_rows_begin_where_addresses_may(
     if multiple is not None and found:
         assert found[0].endswith(f"must be a multiple of {multiple}")
         assert heads * head_dim * 2 * multiple % 256 == 0
-
-
-# -- precision
-
-
-def tensor(dtype: str, *dims: int, name: str = "t") -> dict[str, Any]:
-    return {"Name": name, "Dimensions": list(dims), "Format/Datatype": dtype}
-
-
-def layer(kind: str, inputs: list[Any], output: str, name: str = "x", **rest: Any) -> dict[str, Any]:
-    """As TensorRT's inspector describes one with detailed profiling verbosity."""
-    outputs = [tensor(output, -1, -1, 64)]
-    return {"Name": name, "LayerType": kind, "Inputs": inputs, "Outputs": outputs, "StreamId": 0, **rest}
-
-
-def engine_json(*layers: Any) -> str:
-    return json.dumps({"Layers": list(layers), "Bindings": ["input_ids", "logits"]})
-
-
-def gemm(dtype: str, name: str = "x") -> dict[str, Any]:
-    """With the two scalars that scale it."""
-    scalars = [tensor("Float", 1, name="alpha"), tensor("Float", 1, name="beta")]
-    return layer("gemm", [tensor(dtype, -1, 64), tensor(dtype, 64, 64), *scalars], dtype, name)
-
-
-HALF = (
-    layer("kgen", [tensor("Int64", -1, -1), tensor("Half", 320, 64)], "Half", TacticName="__myl_Gather_0x1"),
-    layer("kgen", [tensor("Half", -1, -1, 64)], "Float", TacticName="__myl_CastMulMeanAddSqrt_0x2"),
-    gemm("Half", "q_proj"),
-    layer("kgen", [tensor("Half", -1, 4, -1, 16)] * 3, "Half", TacticName="_gemm_mha_v2_0x3"),
-    layer("PluginV3", [tensor("Half", -1, 2, 40, 16), tensor("Int64", -1)], "Half"),
-)
-FC = gemm("Float", "fc")
-
-
-def test_a_census() -> None:
-    found = census(engine_json(*HALF, FC))
-    assert found == PrecisionCensus(
-        layers=6, outputs={"float16": 4, "float32": 2}, products={"float16": 2, "float32": 1}, float32_products=("fc",)
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "dtype"),
-    [
-        ("Half", "float16"), ("Float", "float32"), ("BFloat16", "bfloat16"), ("BF16", "bfloat16"),
-        ("Row major linear FP16 format", "float16"), ("Row major linear FP32", "float32"),
-        ("Row major linear BFloat16 format", "bfloat16"), ("N/A due to dynamic shapes", "unknown"),
-    ],
-)  # fmt: skip
-def test_names_of_dtypes(text: str, dtype: str) -> None:
-    assert census(engine_json(gemm(text))).products == {dtype: 1}
-
-
-def test_operands_may_be_constants_and_have_dynamic_sizes() -> None:
-    half = layer("MatrixMultiply", [tensor("Half", -1, -1)], "Half", Constants=[tensor("Half", 64, 64)])
-    wide = layer("gemm", [tensor("Half", -1, -1)], "Half", Constants=[tensor("Float", 64, 64)])
-    assert census(engine_json(half, wide)).products == {"float16": 1, "float32": 1}
-
-
-def test_precision_as_asked() -> None:
-    assert list(precision_faults("float16", census(engine_json(*HALF, FC)), float32_products=1)) == []
-    assert list(precision_faults("float16", census(engine_json(*HALF)), float32_products=1)) == []
-    assert list(precision_faults("float32", census(engine_json(FC)))) == []
-
-
-@pytest.mark.parametrize(
-    ("asked", "layers", "expected"),
-    [
-        ("float16", [FC, FC], ["no matrix product computes in float16: 2 in float32", "2 .* the graph has 1: fc, fc$"]),
-        ("float16", [*HALF, FC, gemm("Float", "up")], ["2 matrix products .* float32 and the graph has 1: fc, up$"]),
-        ("float16", [*HALF, *[FC] * 6], ["6 matrix products .*: fc, fc, fc, fc, fc, [.]{3}$"]),
-        ("bfloat16", [*HALF], ["no .* in bfloat16: 2 in float16", "2 matrix products compute in float16 instead"]),
-        ("float32", [*HALF, FC], ["2 matrix products compute in float16 instead of float32"]),
-        ("float16", ["q_proj", "fc"], ["names no matrix product"]),
-        ("float16", [], ["names no matrix product"]),
-    ],
-)
-def test_precision_other_than_asked(asked: Any, layers: list[Any], expected: list[str]) -> None:
-    found = list(precision_faults(asked, census(engine_json(*layers)), float32_products=1))
-    assert len(found) == len(expected), found
-    for fault, pattern in zip(found, expected, strict=True):
-        assert re.search(pattern, fault), fault
-
-
-def test_layers_that_are_only_named_are_unknown() -> None:
-    assert census(engine_json("q_proj", FC)).outputs == {"unknown": 1, "float32": 1}
-
-
-def test_the_precision_of_an_engine(rtx: bool) -> None:
-    built = built_of("target")
-    built.information = engine_json(*HALF)
-    assert engine_precision(api_of(built, rtx), FakeEngine(built, rtx)).products == {"float16": 2}
 
 
 # -- the real module

@@ -80,6 +80,7 @@ def test_a_lowered_bundle_is_ready(run_cli, lowered):
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "ready for TensorRT-RTX 1.7"
     assert "device memory: caches" in out
+    assert run_cli("inspect", lowered, "--preflight").out.splitlines()[-1] == "ready for TensorRT-RTX 1.7"
 
 
 def test_a_bundle_of_onnxruntime_is_told_what_it_lacks(run_cli, bundle):
@@ -122,8 +123,32 @@ def test_a_fault_is_named_and_the_exit_code_one(run_cli, graph, tmp_path):
 def test_an_older_version_lacks_operators(run_cli, graph):
     code, out, _ = run_cli("inspect", graph, "--preflight", "--tensorrt-version", "10.14", "--json")
     assert code == 1
-    texts = {fault["text"] for fault in json.loads(out)["graphs"][0]["faults"]}
-    assert all("TensorRT 10.14 does not take it, TensorRT 10.15 does" in text for text in texts)
+    faults = json.loads(out)["graphs"][0]["faults"]
+    kinds = {fault["text"] for fault in faults}
+    assert len(kinds) == 3 < len(faults)
+    for text in kinds:
+        assert text.startswith("TensorRT 10.14 does not take ")
+        assert "Lower it for TensorRT 10.14: build --backend tensorrt --stop-after lower" in text
+    _, out, _ = run_cli("inspect", graph, "--preflight", "--tensorrt-version", "10.14")
+    assert sum(line.startswith("│ operator ") for line in out.splitlines()) == 3  # rows of the table
+    assert out.count("nodes, the first is") == 3
+    assert out.splitlines()[-1] == f"not ready for TensorRT 10.14: faults in lowered.onnx: {len(faults)}"
+
+
+def test_an_unknown_domain_is_a_fault_and_no_stack(run_cli, graph, tmp_path, capfd):
+    model = ir.load(graph)
+    for node in model.graph:  # so that dtypes have to be inferred
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.type = value.shape = None
+    node = next(node for node in model.graph if node.op_type == "Sigmoid")
+    node.domain = "com.other"
+    ir.save(model, tmp_path / "foreign.onnx")
+    code, out, err = run_cli("inspect", tmp_path / "foreign.onnx", "--preflight", *RTX)
+    assert code == 1
+    assert "com.other" in out
+    assert len(err.splitlines()) == 1
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_plugins_are_told_from_the_schemas_without_tensorrt(run_cli, bound, monkeypatch):
@@ -131,6 +156,11 @@ def test_plugins_are_told_from_the_schemas_without_tensorrt(run_cli, bound, monk
     code, out, _ = run_cli("inspect", bound, "--preflight", "--tensorrt-version", "10.16")
     assert code == 0
     assert "plugin registry: not run: --backend tensorrt: TensorRT is not installed" in out
+    assert out.splitlines()[-1] == (
+        "ready for TensorRT 10.16, but for the plugin registry, which was not asked: --backend tensorrt: TensorRT is "
+        "not installed. pip install 'dflash-trt[tensorrt]'; custom nodes were compared with what the library is known "
+        "to register"
+    )
     code, out, _ = run_cli("inspect", bound, "--preflight", *RTX, "--json")
     assert code == 1
     assert {fault["rule"] for fault in json.loads(out)["graphs"][0]["faults"]} == {"plugin"}
@@ -187,7 +217,10 @@ def test_plugins_are_looked_up_in_the_installed_tensorrt(bound: Path, tmp_path: 
     [
         (("--tensorrt-version", "10.16"), "--tensorrt-version: is for --preflight"),
         (("--backend", "tensorrt"), "--backend: is for --preflight"),
-        (("--preflight", "--tensorrt-version", "new"), "'new' is no version of TensorRT"),
+        (("--preflight", "--tensorrt-version", "new"), "--tensorrt-version: 'new' is no version of TensorRT"),
+        (("--preflight", "--tensorrt-version", "10.13"), "TensorRT 10.13 is not supported. Give one from 10.14 to"),
+        (("--preflight", "--tensorrt-version", "12.0"), "TensorRT 12.0 is not supported. Give one from 10.14 to 11.x"),
+        (("--preflight", *RTX, "--tensorrt-version", "10.15"), "TensorRT-RTX 10.15 is not supported. Give one from"),
         (("--preflight", *RTX, "--step", "1"), "--step: is for traces"),
         (("--preflight", *RTX, "--output", "x"), "--output: is for traces"),
         (("--preflight", "--backend", "onnxruntime"), "Invalid value for '--backend'"),

@@ -338,11 +338,9 @@ def test_caches_cannot_be_updated_without_plugins() -> None:
     with pytest.raises(ExportError) as refused:
         ExpandOperators(OLD)(graph.inlined())
     assert refused.value.message() == (
-        "expand_operators: TensorRT 10.14 lacks operators that nothing else can do the work of:\n"
-        "  TensorScatter is there from TensorRT 10.15 on; 4 nodes have it, the first is "
+        "TensorRT 10.14: TensorScatter is there from TensorRT 10.15 on; 4 nodes have it, the first is "
         f"{next(node.name for node in graph.inlined().graph if node.op_type == 'TensorScatter')}. "
-        "Use a later TensorRT. Where there is no TensorScatter, only the plugins can update a cache in place: "
-        "build with them"
+        "Use a later TensorRT, or build with --plugins on"
     )
 
 
@@ -352,6 +350,26 @@ def test_attention_before_its_version_is_refused() -> None:
     with pytest.raises(ExportError, match=r"Attention is there from TensorRT 10\.14 on; 2 nodes have it, the first is"):
         ExpandOperators(ParserVersion("tensorrt", 10, 13))(model)
     assert model_bytes(model) == before
+
+
+def test_several_operators_are_named_one_a_line() -> None:
+    with pytest.raises(ExportError) as refused:
+        ExpandOperators(ParserVersion("tensorrt", 10, 13))(small_pair().target.inlined())
+    first, *lines = refused.value.message().splitlines()
+    assert first == "TensorRT 10.13: lacks what no other operators can do:"
+    assert [line.split()[0] for line in lines] == ["TensorScatter", "Attention"]
+
+
+def test_a_single_node_is_no_plural_and_rtx_has_no_plugins() -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [3])
+    node = ir.node("Tanh", [x], name="only")
+    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": OPSET}, name="g")
+    with pytest.raises(ExportError) as refused:
+        ExpandOperators(ParserVersion("tensorrt-rtx", 1, 6))(ir.Model(graph, ir_version=11))
+    assert refused.value.message() == (
+        "TensorRT-RTX 1.6: Tanh is there from TensorRT-RTX 1.7 on; the node that has it is only. "
+        "Use a later TensorRT-RTX"
+    )
 
 
 def test_functions_must_be_inlined_before() -> None:

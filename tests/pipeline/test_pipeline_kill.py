@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -263,3 +264,30 @@ def test_force_replaces_a_link_to_a_bundle_and_keeps_what_it_led_to(pair, tmp_pa
 def test_missing_parents_of_the_output_are_made(pair, tmp_path):
     _build(pair, tmp_path / "a" / "b" / "bundle")
     open_info(tmp_path / "a" / "b" / "bundle")
+
+
+def test_an_interrupt_that_a_library_swallows_still_stops_the_build(pair, tmp_path, monkeypatch):
+    """Bare `except:` clauses are met in lazy imports, for instance."""
+    from dflash_trt import pipeline
+    from dflash_trt.cli.main import main
+
+    trace = pipeline.export_graph
+
+    def swallowing(*args, **kwargs):
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return trace(*args, **kwargs)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(pipeline, "export_graph", swallowing)
+    output = tmp_path / "bundle"
+    try:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # as the command finds them, whoever ran in this process before
+            signal.signal(number, signal.SIG_DFL)
+        with pytest.raises(SystemExit) as stopped:
+            main(["build", "--target", str(pair.target), "--drafter", str(pair.drafter), "--output", str(output)])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert stopped.value.code == 130
+    assert list(tmp_path.iterdir()) == []

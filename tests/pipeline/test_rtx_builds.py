@@ -79,10 +79,12 @@ def test_the_report_says_what_was_not_run_and_why(built: Built) -> None:
     report = json.loads((built.result.output / "report.json").read_text())
     status = {check["name"]: check["status"] for check in report["checks"]}
     roles = built.info.roles
-    assert {name for name, found in status.items() if found == "passed"} == {f"network: {role}" for role in roles}
+    passed = {f"{kind}: {role}" for kind in ("preflight", "network") for role in roles}
+    assert {name for name, found in status.items() if found == "passed"} == passed
     not_run = {f"{kind}: {role}" for kind in ("engine", "numbers") for role in roles} | {"losslessness", "acceptance"}
     assert {name for name, found in status.items() if found == "not run"} == not_run
     assert all("no CUDA GPU" in check["reason"] for check in report["checks"] if check["status"] == "not run")
+    assert report["counts"] == {"passed": len(passed), "failed": 0, "not run": len(not_run)}
     layers = next(check["measured"] for check in report["checks"] if check["name"] == "network: target")
     assert layers[built.dtype] > layers["float32"] > 0
 

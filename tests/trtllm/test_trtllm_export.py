@@ -18,6 +18,7 @@ from transformers import AutoConfig
 import dflash_trt
 from dflash_trt.checkpoint.drafter import read_drafter
 from dflash_trt.errors import BundleError, DflashError, ExportError, PairError, UsageError
+from dflash_trt.output import atomic_output
 from dflash_trt.trtllm.export import export
 
 TINY = Path(dflash_trt.__file__).parents[1] / "examples" / "tiny"
@@ -260,12 +261,22 @@ def test_only_an_output_of_ours_is_replaced(target, tmp_path):
     assert not (output / "left.txt").exists()
     shutil.rmtree(output)
     output.mkdir()
-    with pytest.raises(BundleError, match="is not a bundle"):
+    with pytest.raises(BundleError, match="is not an export"):
         export(target, own, output, force=True)
+
+
+def test_a_bundle_is_not_replaced_by_an_export_nor_the_other_way(target, torch_bundle, tmp_path):
+    own, output = drafter(tmp_path / "drafter", target), tmp_path / "out"
+    bundle = shutil.copytree(torch_bundle, tmp_path / "bundle")
+    with pytest.raises(BundleError, match="is not an export"):
+        export(target, own, bundle, force=True)
+    export(target, own, output)
+    with pytest.raises(BundleError, match="is not a bundle"), atomic_output(output, force=True):
+        pass
 
 
 def test_an_export_is_no_bundle(tiny):
     from dflash_trt.bundle import read_info
 
-    with pytest.raises(DflashError, match="trtllm export"):
+    with pytest.raises(DflashError, match="is not a bundle"):
         read_info(tiny[1].folder)
