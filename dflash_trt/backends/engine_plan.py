@@ -19,7 +19,7 @@ from dflash_trt.backends.engine_record import (
     gpu_compute_capability,
 )
 from dflash_trt.backends.parser_ops import first_version, support
-from dflash_trt.backends.parser_version import Flavour, ParserVersion
+from dflash_trt.backends.parser_version import Flavour, ParserVersion, parse_supported
 from dflash_trt.backends.tensorrt_api import TensorRT
 from dflash_trt.checkpoint.spec import DecoderSpec, Dtype
 from dflash_trt.config import BuildConfig
@@ -133,10 +133,7 @@ def _parser(flavour: Flavour, asked: str | None, api: TensorRT | None, stops: bo
         if not stops:
             mend = "Leave it out, or add --stop-after lower"
             raise UsageError("the installed version is what builds", where="--tensorrt-version", mend=mend)
-        try:
-            return ParserVersion.parse(asked, flavour)
-        except UsageError as error:
-            raise UsageError(error.what, where="--tensorrt-version", mend=error.mend) from error
+        return parse_supported(asked, flavour)
     return api.parser if api is not None else ParserVersion.parse(DEFAULT_PARSER[flavour], flavour)
 
 

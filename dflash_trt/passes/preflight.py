@@ -100,9 +100,10 @@ def _with_types(model: ir.Model) -> ir.Model:
 
 @contextlib.contextmanager
 def _every_domain_imported(model: ir.Model) -> Iterator[None]:
-    """For a while: inference gives up on the whole graph where one domain is not imported."""
+    """But for the standard one, for a while: inference gives up on the whole graph where one is not imported."""
     imports = dict(model.opset_imports)
-    model.opset_imports.update({node.domain: 1 for node in model.graph.all_nodes() if node.domain not in imports})
+    domains = {node.domain for node in model.graph.all_nodes() if node.domain}
+    model.opset_imports.update(dict.fromkeys(domains - imports.keys(), 1))
     try:
         yield
     finally:

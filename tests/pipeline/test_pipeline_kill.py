@@ -123,9 +123,14 @@ def _start(pair: Any, output: Path, *options: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background ignores Ctrl-C, and its children would.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_heed_signals,
     )
+
+
+def _heed_signals() -> None:
+    """A test run in the background ignores Ctrl-C, under nohup a hang-up, and its children would."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _wait_for(process: subprocess.Popen, folder: Path, pattern: str) -> None:
