@@ -203,7 +203,7 @@ def test_the_line_names_what_is_wrong(run_cli, given: list[str]) -> None:
 def test_help_says_whose_they_are(run_cli) -> None:
     text = re.sub(r"\s+", " ", run_cli("build", "--help").out)
     parts = dict(re.findall(r" --([a-z-]+) (.*?)(?= --[a-z]| -h,)", text))
-    marked = {name for name, part in parts.items() if "TensorRT: " in part or "TensorRT-RTX: " in part}
+    marked = {name for name, part in parts.items() if re.match(r"(\S+ )?(Engines|TensorRT|TensorRT-RTX): ", part)}
     assert marked | {"tensorrt-version"} == set(OPTIONS)
     assert "With --stop-after: whose parser" in text
     assert "86,89" in parts["compute-capability"]
