@@ -97,7 +97,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     if config.backend in ("tensorrt", "tensorrt-rtx"):
         specs = {role: checkpoint.spec for role, checkpoint in checkpoints.items()}
         plan = plan_engines(config.backend, config, limits, specs, precision)
-        limits = fit_limits(config, plan, limits)
+        limits = fit_limits(plan, limits)
         engines = EngineStage(plan, limits, progress)
     else:
         check_installed(config.backend)

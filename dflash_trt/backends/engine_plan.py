@@ -73,19 +73,10 @@ def plan_engines(
     parser = _parser(flavour, config.tensorrt_version, api, stops)
     gpu = gpu_compute_capability()
     capabilities = _capabilities(flavour, config.compute_capability, gpu, stops)
-    binds, reason = _plugin_choice(flavour, config, limits, specs, precision)
-    library, plugins = None, None
-    if binds:
-        try:
-            library, plugins = _library(capabilities)
-            reason = f"plugin library {plugins.version}, for TensorRT {plugins.tensorrt}"
-        except BackendError as error:
-            if config.plugins == "auto":
-                binds, reason = False, error.message()
-            elif stops:
-                reason = f"--plugins on; an engine needs the library: {error.message()}"
-            else:
-                raise
+    wanted, reason = _plugin_choice(flavour, config, limits, specs, precision)
+    binds, library, plugins = wanted, None, None
+    if wanted:
+        binds, library, plugins, reason = _plugins(config, capabilities)
     if not binds and support("TensorScatter", parser) is None:
         mend = f"--plugins on builds with the plugins, or use {first_version('TensorScatter', flavour)} or later"
         raise BackendError(f"{parser} can update caches in place with plugins only ({reason})", mend=mend)
@@ -110,7 +101,7 @@ def plan_engines(
     )
 
 
-def fit_limits(config: BuildConfig, plan: EnginePlan, limits: Limits) -> Limits:
+def fit_limits(plan: EnginePlan, limits: Limits) -> Limits:
     """The plugins' kernels take at most so many queries, so a prompt goes through them in shorter chunks."""
     if not plan.binds:
         return limits
@@ -169,6 +160,21 @@ def _plugin_choice(
         mend = "--plugins off builds with TensorRT's own layers"
         raise BackendError(reasons, where="--plugins on", mend=mend)
     return not reasons, reasons
+
+
+def _plugins(
+    config: BuildConfig, capabilities: Sequence[int]
+) -> tuple[bool, Path | None, PluginRecord | None, str]:
+    """Whether to bind, the library, and the reason: graphs can be bound without it, engines not be built."""
+    try:
+        library, plugins = _library(capabilities)
+    except BackendError as error:
+        if config.plugins == "auto":
+            return False, None, None, error.message()
+        if config.stop_after is None:
+            raise
+        return True, None, None, f"--plugins on; an engine needs the library: {error.message()}"
+    return True, library, plugins, f"plugin library {plugins.version}, for TensorRT {plugins.tensorrt}"
 
 
 def _against_plugins(

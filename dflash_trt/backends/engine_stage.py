@@ -64,8 +64,7 @@ class EngineStage:
             self._progress.note(f"{graph.role}: {line}")
         if plan.stops:
             return model
-        if plan.api is None:
-            raise BackendError(plan.missing, where=f"{graph.role} graph")
+        assert plan.api is not None  # or there would be no plan to compile
         engine = model.with_name(ENGINE)
         with self._progress.stage(f"Compiling the {graph.role} engine"):
             self._facts[graph.role] = build_engine(

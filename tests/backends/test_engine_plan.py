@@ -400,7 +400,7 @@ def test_chunks_of_a_prompt_fit_the_plugins(machine: Machine, asked: int | None,
     config = settings(prefill_chunk=asked, plugins=plugins)
     limits = replace(LIMITS, prefill_chunk=asked or 256)
     plan = machine.plan(prefill_chunk=asked, plugins=plugins, limits=limits)
-    fitted = fit_limits(config, plan, limits)
+    fitted = fit_limits(plan, limits)
     assert plan.binds == (plugins == "auto" and asked != 256)
     assert fitted.prefill_chunk == (128 if plan.binds and asked is None else asked or 256)
     assert replace(fitted, prefill_chunk=limits.prefill_chunk) == limits
