@@ -17,6 +17,9 @@ import pytest
 
 MAX_SEQ_LEN = 96
 
+# helper modules that assert: pytest shows the values of theirs, too
+pytest.register_assert_rewrite("runtime.triples", "runtime.device_steps", "plugins.c_api")
+
 
 class Pair(NamedTuple):
     """The checkpoint folders of a pair; one character is one token, id 256 is special, 257.. have no text."""

@@ -397,7 +397,6 @@ def test_options_that_this_tensorrt_lacks_are_refused_at_once(machine: Machine) 
 @pytest.mark.parametrize("asked", [1, 64, 128, 256, None])
 @pytest.mark.parametrize("plugins", ["auto", "off"])
 def test_chunks_of_a_prompt_fit_the_plugins(machine: Machine, asked: int | None, plugins: str) -> None:
-    config = settings(prefill_chunk=asked, plugins=plugins)
     limits = replace(LIMITS, prefill_chunk=asked or 256)
     plan = machine.plan(prefill_chunk=asked, plugins=plugins, limits=limits)
     fitted = fit_limits(plan, limits)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_records import built_record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,9 +24,9 @@ from dflash_trt.backends.engine_record import (
     gpu_compute_capability,
     load_faults,
 )
-from dflash_trt.backends.profiles import profiles
 from dflash_trt.backends.tensorrt_api import FLAGS
 from dflash_trt.documents import DocumentError, parse, to_json, to_values
+from dflash_trt.export.contract import Role
 from dflash_trt.runtime.limits import Limits
 
 LIMITS = Limits(
@@ -35,19 +36,11 @@ PLUGINS = PluginRecord(
     file="plugins/lib.so", version="0.1.0", tensorrt="10.14.1", compute_capabilities=(80, 90), sha256="ab" * 32
 )
 FACTS = EngineFacts(bytes=12345, seconds=2.5, layers={"bfloat16": 90, "float32": 3}, float32_products=1)
-RECORD = EngineRecord(
-    name="TensorRT",
-    stage="built",
-    parser="TensorRT 10.14",
-    version="10.14.1.48",
-    compute_capabilities=(90,),
-    bound=True,
-    plugins=PLUGINS,
-    plugins_reason="plugin library 0.1.0, for TensorRT 10.14.1",
-    profiles={role: profiles(role, LIMITS) for role in ("target", "drafter", "vp_drafter")},
-    options=BuilderOptions(optimization_level=5, workspace=4096, refit=True),
-    facts={"target": FACTS, "drafter": FACTS, "vp_drafter": FACTS},
-)
+ROLES: tuple[Role, ...] = ("target", "drafter", "vp_drafter")
+RECORD = built_record(
+    LIMITS, ROLES, PLUGINS, plugins_reason="plugin library 0.1.0, for TensorRT 10.14.1",
+    options=BuilderOptions(optimization_level=5, workspace=4096, refit=True), facts=dict.fromkeys(ROLES, FACTS),
+)  # fmt: skip
 LOWERED = replace(
     RECORD, stage="lowered", version=None, compute_capabilities=(), bound=False, plugins=None, facts={},
     options=BuilderOptions(compute_capabilities=(86, 120)),

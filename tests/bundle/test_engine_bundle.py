@@ -14,17 +14,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_records import LIBRARY, built_record, library_record
 
 import dflash_trt
 from dflash_trt import loading
 from dflash_trt.backends import tensorrt_api
-from dflash_trt.backends.engine_record import BuilderOptions, EngineFacts, EngineRecord, PluginRecord
-from dflash_trt.backends.profiles import profiles
+from dflash_trt.backends.engine_record import EngineRecord
 from dflash_trt.bundle import BundleInfo, read_info, write_config
 from dflash_trt.errors import BackendError, BundleError
 from dflash_trt.loading import open_info
 
-LIBRARY = "plugins/libdflash_trt_plugins.so"
 CONTENT = b"kernels" * 1000
 Make = Callable[..., Path]
 
@@ -62,24 +61,7 @@ def make(torch_bundle: Path, tmp_path: Path, running: SimpleNamespace) -> Make:
 
 
 def built(info: BundleInfo) -> EngineRecord:
-    facts = EngineFacts(bytes=1, seconds=1.0, layers={"float32": 9}, float32_products=1)
-    plugins = PluginRecord(
-        file=LIBRARY, version="0.1.0", tensorrt="10.14.1", compute_capabilities=(90,),
-        sha256=hashlib.sha256(CONTENT).hexdigest(),
-    )  # fmt: skip
-    return EngineRecord(
-        name="TensorRT",
-        stage="built",
-        parser="TensorRT 10.14",
-        version="10.14.1.48",
-        compute_capabilities=(90,),
-        bound=True,
-        plugins=plugins,
-        plugins_reason="",
-        profiles={role: profiles(role, info.limits) for role in info.roles},
-        options=BuilderOptions(compute_capabilities=(90,)),
-        facts=dict.fromkeys(info.roles, facts),
-    )
+    return built_record(info.limits, info.roles, library_record(CONTENT))
 
 
 def refused(folder: Path) -> str:

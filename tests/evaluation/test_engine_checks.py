@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from backends.fake_engine import Built, FakeTensorRT, api_of, over_fakes
 from backends.inspector import FC, HALF, engine_json, fused, gemm
-from conftest import Pair
 from export.small_pair import small_pair
 
 import dflash_trt
@@ -164,7 +163,7 @@ def test_a_report_of_engines_that_cannot_run_here(torch_bundle: Path, info: Bund
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_build_that_stops_before_its_engines(
-    agreeing_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+    agreeing_pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
 ) -> None:
     """Its report says what the build saw, with --no-verify too."""
     monkeypatch.setattr(tensorrt_api, "installed", lambda flavour: False)

@@ -12,22 +12,16 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from export.small_pair import Graph, Kind, assert_same, model_bytes, run_passes, small_pair
+from export.small_pair import Graph, assert_same, model_bytes, small_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from ops.op_cases import ort_session
+from passes.running import KINDS, run, simplified
 
-from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.ops import OPSET
 from dflash_trt.passes.additive_masks import AdditiveMasks
-from dflash_trt.passes.simplify import Simplify
 
-VOCAB = 320
-KINDS = {
-    "dflash": Kind(),
-    "dflare": Kind(system="dflare", family="llama", tie=False, windows=False),
-}
 DTYPES = {
     "float32": (TensorProto.FLOAT, np.float32),
     "float16": (TensorProto.FLOAT16, np.float16),
@@ -239,25 +233,10 @@ def graph(request: pytest.FixtureRequest) -> Graph:
     return small_pair(KINDS[kind]).graph(role)
 
 
-def simplified(graph: Graph) -> ir.Model:
-    model = graph.inlined()
-    Simplify()(model)
-    return model
-
-
 def additive(graph: Graph) -> ir.Model:
     model = simplified(graph)
     assert AdditiveMasks()(model).modified
     return model
-
-
-def run(model: ir.Model, graph: Graph, tmp_path: Path) -> list[dict[str, np.ndarray]]:
-    file = graph.folder / f"{tmp_path.name}.onnx"
-    ir.save(model, file)
-    try:
-        return run_passes(OrtSession(file, graph.spec, threads=1), VOCAB)
-    finally:
-        file.unlink()
 
 
 def test_each_mask_becomes_numbers_once(graph: Graph) -> None:

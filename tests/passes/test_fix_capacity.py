@@ -9,28 +9,20 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from export.small_pair import Graph, Kind, assert_same, model_bytes, run_passes, small_pair
+from export.small_pair import Graph, assert_same, model_bytes, small_pair
+from passes.running import KINDS, run, simplified
 
-from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.errors import BackendError
 from dflash_trt.passes.fix_capacity import FixCapacity
 from dflash_trt.passes.simplify import Simplify
 
-CAPACITY, VOCAB = 24, 320  # what `run_passes` makes its caches of
-KINDS = {"dflash": Kind(), "dflare": Kind(system="dflare", family="llama", tie=False, windows=False)}
+CAPACITY = 24  # what `run_passes` makes its caches of
 
 
 @pytest.fixture(params=[(kind, role) for kind in KINDS for role in ("target", "drafter")], ids="-".join)
 def graph(request: pytest.FixtureRequest) -> Graph:
     kind, role = request.param
     return small_pair(KINDS[kind]).graph(role)
-
-
-def simplified(graph: Graph) -> ir.Model:
-    """Its inner shapes are inferred, some of them with the variable capacity."""
-    model = graph.inlined()
-    Simplify()(model)
-    return model
 
 
 def fixed(model: ir.Model, capacity: int = CAPACITY) -> ir.Model:
@@ -44,14 +36,9 @@ def shapes(model: ir.Model) -> dict[str, list[int | str | None]]:
     return {str(v.name): [d if isinstance(d, int) else d.value for d in v.shape or ()] for v in ends}
 
 
-def run(model: ir.Model, graph: Graph, tmp_path: Path) -> list[dict[str, np.ndarray]]:
+def checked_run(model: ir.Model, graph: Graph, tmp_path: Path) -> list[dict[str, np.ndarray]]:
     onnx.shape_inference.infer_shapes(ir.to_proto(model), check_type=True, strict_mode=True, data_prop=True)
-    file = graph.folder / f"{tmp_path.name}.onnx"
-    ir.save(model, file)
-    try:
-        return run_passes(OrtSession(file, graph.spec, threads=1), VOCAB)
-    finally:
-        file.unlink()
+    return run(model, graph, tmp_path)
 
 
 def test_every_cache_has_it_and_nothing_else_does(graph: Graph) -> None:
@@ -89,13 +76,13 @@ def test_weights_stay_what_they_are(graph: Graph) -> None:
 
 
 def test_it_changes_no_output(graph: Graph, tmp_path: Path) -> None:
-    results = [run(model, graph, tmp_path) for model in (fixed(simplified(graph)), simplified(graph))]
+    results = [checked_run(model, graph, tmp_path) for model in (fixed(simplified(graph)), simplified(graph))]
     assert_same(*results, 0)
 
 
 def test_another_capacity_is_refused_at_run_time(graph: Graph, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=f"Got: {CAPACITY} Expected: 32"):
-        run(fixed(simplified(graph), 32), graph, tmp_path)
+        checked_run(fixed(simplified(graph), 32), graph, tmp_path)
 
 
 def test_a_second_run_changes_nothing(graph: Graph) -> None:

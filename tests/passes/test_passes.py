@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from export.small_pair import Graph, Kind, assert_same, copy_model, model_bytes, run_passes, small_pair
+from export.small_pair import Graph, Kind, assert_same, copy_model, model_bytes, small_pair
+from passes.running import run
 
-from dflash_trt.backends.onnxruntime import OrtSession
 from dflash_trt.errors import ExportError
 from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection, staircase_attention
 from dflash_trt.passes.attach_functions import AttachFunctions
@@ -20,7 +20,6 @@ from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.simplify import Simplify
 
-VOCAB = 320
 ROLES = ("target", "drafter")
 # what the design names: anything else of theirs would not be in place, or not be one kernel
 FUSED = {"Attention", "TensorScatter", "RMSNormalization", "RotaryEmbedding"}
@@ -29,16 +28,6 @@ FUSED = {"Attention", "TensorScatter", "RMSNormalization", "RotaryEmbedding"}
 @pytest.fixture(params=ROLES)
 def graph(request: pytest.FixtureRequest) -> Graph:
     return small_pair().graph(request.param)
-
-
-def run(model: ir.Model, graph: Graph, tmp_path: Path) -> list[dict]:
-    """Outputs of a model whose weights lie in the graph's folder."""
-    file = graph.folder / f"{tmp_path.name}.onnx"
-    ir.save(model, file)
-    try:
-        return run_passes(OrtSession(file, graph.spec, threads=1), VOCAB)
-    finally:
-        file.unlink()
 
 
 # --- AttachFunctions ---

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 from engines import torch_engine
-from hints import Hinted, hinted
 from makers import make_drafter, make_target
 from oracles import transformers_target
+from runtime.hints import Hinted, hinted
 
 from dflash_trt.runtime.trace import StepTrace
 

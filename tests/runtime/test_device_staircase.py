@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hints import chance
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runtime.hints import chance
 from test_staircase import limits_of
 
 from dflash_trt.ops.accepted_path import accept_path

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hints import chance
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime.hints import chance
 
 from dflash_trt.runtime.acceptance import walk
 from dflash_trt.runtime.limits import Limits

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -15,11 +14,11 @@ from typing import Any
 import pytest
 import stand_ins
 from backends.fake_engine import Built, FakeEngine
+from engine_records import LIBRARY, built_record, library_record
 from stand_ins import VERSION, Session, TensorRT, install_engine_flow
 
 import dflash_trt
 from dflash_trt import loading
-from dflash_trt.backends.engine_record import BuilderOptions, EngineFacts, EngineRecord, PluginRecord
 from dflash_trt.backends.profiles import profiles
 from dflash_trt.bundle import BundleInfo, read_info, write_config
 from dflash_trt.errors import BackendError, BundleError
@@ -28,7 +27,7 @@ from dflash_trt.runtime.engine import Engine, Generation
 from dflash_trt.trtllm.engine_session import load_engine
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tiny"
-LIBRARY, KERNELS = "plugins/libdflash_trt_plugins.so", b"kernels"
+KERNELS = b"kernels"
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
@@ -53,30 +52,9 @@ def template(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for role in info.roles:
         (folder / role / "rank0.engine").write_bytes(role.encode())
     graphs = {role: replace(info.graphs[role], model=f"{role}/rank0.engine") for role in info.roles}
-    write_config(
-        folder, replace(info, backend="tensorrt", graphs=graphs, engines=record(info), compute_capability="9.0")
-    )
+    record = built_record(info.limits, info.roles, library_record(KERNELS), version=VERSION)
+    write_config(folder, replace(info, backend="tensorrt", graphs=graphs, engines=record, compute_capability="9.0"))
     return folder
-
-
-def record(info: BundleInfo) -> EngineRecord:
-    plugins = PluginRecord(
-        file=LIBRARY, version="0.1.0", tensorrt="10.14.1", compute_capabilities=(90,),
-        sha256=hashlib.sha256(KERNELS).hexdigest(),
-    )  # fmt: skip
-    return EngineRecord(
-        name="TensorRT",
-        stage="built",
-        parser="TensorRT 10.14",
-        version=VERSION,
-        compute_capabilities=(90,),
-        bound=True,
-        plugins=plugins,
-        plugins_reason="",
-        profiles={role: profiles(role, info.limits) for role in info.roles},
-        options=BuilderOptions(compute_capabilities=(90,)),
-        facts=dict.fromkeys(info.roles, EngineFacts(bytes=1, seconds=1.0, layers={"float32": 9}, float32_products=1)),
-    )
 
 
 @pytest.fixture
