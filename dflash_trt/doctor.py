@@ -76,7 +76,8 @@ def _gpus() -> list[dict[str, str]]:
 def _backends() -> dict[str, dict[str, str | bool]]:
     """Each backend: whether it can be used here, and if not what is missing and how to mend it."""
     backends: dict[str, dict[str, str | bool]] = {}
-    for name, (module, _) in BACKENDS.items():
+    for name in ("onnxruntime", "torch"):
+        module, _ = BACKENDS[name]
         present = importlib.util.find_spec(module) is not None
         backends[name] = {"usable": present, "note": "" if present else f"pip install {module}"}
     return {**backends, "tensorrt": _engines("tensorrt"), "tensorrt-rtx": _engines("tensorrt-rtx")}

@@ -55,11 +55,11 @@ def build_engine(
         BackendError: profiles out of order, a graph the parser refuses, a network that is not the contract's, a flag or
             compute capability this version does not have, or a build that fails; with the builder's own reason.
     """
+    where, started = f"{graph.role} graph", time.perf_counter()
     profile_rules.check(graph, given)
     misplaced = [*row_faults(graph, given, given[0].dims[CAPACITY].max)]
     if misplaced:
-        raise BackendError("; ".join(misplaced), where=f"{graph.role} graph")
-    where, started = f"{graph.role} graph", time.perf_counter()
+        raise BackendError("; ".join(misplaced), where=where)
     logger, messages = api.logger()
     builder = api.trt.Builder(logger)
     config = _config(api, builder, options, graph.dtype, plugins=plugins)
@@ -187,12 +187,8 @@ def _shape(spec: TensorSpec, capacity: int) -> tuple[int, ...]:
 
 def alias_faults(api: TensorRT, network: Any, graph: GraphSpec) -> Iterator[str]:
     """Caches whose `present_*` is not the update in place of its `past_*`."""
-    update = api.trt.LayerType.__members__.get("KV_CACHE_UPDATE")
-    sources = {}
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if update is not None and layer.type == update:
-            sources[layer.get_output(0).name] = layer.get_input(0).name
+    updates = api.layers(network, "KV_CACHE_UPDATE")
+    sources = {layer.get_output(0).name: layer.get_input(0).name for layer in updates}
     for past, present in zip(graph.past(), graph.present(), strict=True):
         if sources.get(present.name) != past.name:
             yield f"output {present.name} is not an update of {past.name} in place"
@@ -200,16 +196,11 @@ def alias_faults(api: TensorRT, network: Any, graph: GraphSpec) -> Iterator[str]
 
 def layer_dtypes(api: TensorRT, network: Any) -> dict[str, int]:
     """How many layers compute in each dtype, by their first output."""
-    dtypes = Counter(
-        api.dtype(network.get_layer(index).get_output(0).dtype)
-        for index in range(network.num_layers)
-        if network.get_layer(index).num_outputs
-    )
+    dtypes = Counter(api.dtype(layer.get_output(0).dtype) for layer in api.layers(network) if layer.num_outputs)
     return dict(sorted(dtypes.items()))
 
 
 def float32_products(api: TensorRT, network: Any) -> int:
     """How many matrix products of a parsed network read float32."""
-    product = api.trt.LayerType.MATRIX_MULTIPLY
-    layers = (network.get_layer(index) for index in range(network.num_layers))
-    return sum(layer.type == product and api.dtype(layer.get_input(0).dtype) == "float32" for layer in layers)
+    products = api.layers(network, "MATRIX_MULTIPLY")
+    return sum(api.dtype(layer.get_input(0).dtype) == "float32" for layer in products)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_trt.backends.base import numpy_dtype
 from dflash_trt.backends.profiles import Profile
 from dflash_trt.export.contract import GraphSpec, TensorSpec
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 _BUILD_BASE, _BUILD_PER_WEIGHT = 300_000_000, 5
 _ENGINE_BASE, _ENGINE_PER_WEIGHT = 10_000_000, 1.03
-_ITEM_SIZES = {"int64": 8, "bool": 1, "float32": 4, "float16": 2, "bfloat16": 2}
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -121,7 +121,8 @@ def available_memory(meminfo: Path | None = None) -> int | None:
 def _largest(specs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> int:
     """Bytes of buffers that hold every tensor of every profile."""
     return sum(
-        _ITEM_SIZES[spec.dtype] * max(math.prod(profile.shapes(spec)[2]) for profile in profiles) for spec in specs
+        numpy_dtype(spec.dtype).itemsize * max(math.prod(profile.shapes(spec)[2]) for profile in profiles)
+        for spec in specs
     )
 
 

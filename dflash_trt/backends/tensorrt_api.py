@@ -186,14 +186,19 @@ class TensorRT:
         for index, cc in enumerate(capabilities):
             config.set_compute_capability(self.trt.ComputeCapability.__members__[f"SM{cc}"], index)
 
-    def attentions(self, network: Any) -> Iterator[Any]:
-        """Every IAttention of a network. Its layers come back as ILayer, which only a cast makes what they are."""
-        boundary = self.trt.LayerType.__members__.get("ATTENTION_INPUT")
+    def layers(self, network: Any, kind: str | None = None) -> Iterator[Any]:
+        """The layers of a network, or those of a LayerType by its name; none where this version has no such type."""
+        wanted = None if kind is None else self.trt.LayerType.__members__.get(kind)
         for index in range(network.num_layers):
             layer = network.get_layer(index)
-            if boundary is not None and layer.type == boundary:
-                layer.__class__ = self.trt.IAttentionInputLayer
-                yield layer.attention
+            if kind is None or (wanted is not None and layer.type == wanted):
+                yield layer
+
+    def attentions(self, network: Any) -> Iterator[Any]:
+        """Every IAttention of a network. Its layers come back as ILayer, which only a cast makes what they are."""
+        for layer in self.layers(network, "ATTENTION_INPUT"):
+            layer.__class__ = self.trt.IAttentionInputLayer
+            yield layer.attention
 
     # --- plugins ---
 
