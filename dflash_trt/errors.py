@@ -60,6 +60,10 @@ class RequestError(DflashError):
     """A generation request that cannot be served as asked."""
 
 
+class QueueFullError(RequestError):
+    """A request that is refused since as many wait as may: it can be tried again."""
+
+
 class CheckFailed(DflashError):  # noqa: N818 - not an error: the check worked, its answer is no
     """A check ran and its answer is no (exit code 1)."""
 

@@ -35,8 +35,14 @@ class Cache(Protocol):
     def buffers(self) -> Sequence[Array]:
         """Key and value of layer 0, of layer 1, ..."""
 
-    def row(self, index: int) -> Cache:
-        """A cache of batch 1 that shares the memory of one row."""
+    def rows(self, start: int, stop: int) -> Cache:
+        """A cache that shares the memory of rows `start` to `stop` - 1."""
+
+    def copy_row(self, source: int, destination: int, slots: int) -> None:
+        """Copies the first `slots` slots of a row to another row, in every layer."""
+
+    def clear_row(self, index: int) -> None:
+        """Sets a row to zero: what is not finite would come through any mask."""
 
     def resized(self, capacity: int) -> Cache:
         """A cache of another capacity holding the same slots, up to the smaller capacity."""

@@ -24,8 +24,16 @@ class OrtCache:
         self.buffers = buffers
         self.batch, _, self.capacity, _ = buffers[0].shape
 
-    def row(self, index: int) -> OrtCache:
-        return OrtCache([buffer[index : index + 1] for buffer in self.buffers])
+    def rows(self, start: int, stop: int) -> OrtCache:
+        return OrtCache([buffer[start:stop] for buffer in self.buffers])
+
+    def copy_row(self, source: int, destination: int, slots: int) -> None:
+        for buffer in self.buffers:
+            buffer[destination, :, :slots] = buffer[source, :, :slots]
+
+    def clear_row(self, index: int) -> None:
+        for buffer in self.buffers:
+            buffer[index] = 0
 
     def resized(self, capacity: int) -> OrtCache:
         kept = min(capacity, self.capacity)

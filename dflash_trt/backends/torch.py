@@ -19,8 +19,16 @@ class TorchCache:
         self.buffers = buffers
         self.batch, _, self.capacity, _ = buffers[0].shape
 
-    def row(self, index: int) -> TorchCache:
-        return TorchCache([buffer[index : index + 1] for buffer in self.buffers])
+    def rows(self, start: int, stop: int) -> TorchCache:
+        return TorchCache([buffer[start:stop] for buffer in self.buffers])
+
+    def copy_row(self, source: int, destination: int, slots: int) -> None:
+        for buffer in self.buffers:
+            buffer[destination, :, :slots] = buffer[source, :, :slots]
+
+    def clear_row(self, index: int) -> None:
+        for buffer in self.buffers:
+            buffer[index] = 0
 
     def resized(self, capacity: int) -> TorchCache:
         kept = min(capacity, self.capacity)

@@ -88,7 +88,7 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
     for settings in SETTINGS:
         tokens = min(PROBE_TOKENS, room - longest)
         batched = engine.limits.max_batch_size > 1 or engine.device_step
-        rows = engine.generate_batch(prompts, max_tokens=tokens, **settings) if batched else []
+        rows = engine.generate(prompts, max_tokens=tokens, **settings) if batched else []
         for number, ids in enumerate(prompts):
             plain = engine.generate(ids, speculation=False, max_tokens=tokens, **settings)
             drafted = engine.generate(ids, max_tokens=tokens, trace=True, **settings)

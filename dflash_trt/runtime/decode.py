@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflash_trt.backends.base import Array, Cache, Session
-from dflash_trt.errors import BackendError, RequestError
+from dflash_trt.errors import BackendError, DflashError, RequestError
 from dflash_trt.runtime.acceptance import Acceptance, Choose, walk
 from dflash_trt.runtime.branching import BranchPolicy
 from dflash_trt.runtime.drafter import Drafter
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.proposer import Proposal, Proposer
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.statistics import host_time, timed
+from dflash_trt.runtime.statistics import StepMeter, host_time, timed
 from dflash_trt.runtime.tree import CandidateTree
 
 
@@ -60,19 +60,24 @@ class Batch(ABC):
     def __init__(
         self, target: Session, sequences: Sequence[SequenceState], limits: Limits, *, speculation: bool
     ) -> None:
-        if not 1 <= len(sequences) <= limits.max_batch_size:
+        if len(sequences) > limits.max_batch_size:
             raise RequestError(
                 f"{len(sequences)} sequences at once; the bundle takes 1..{limits.max_batch_size} (max_batch_size)"
             )
         self.target = target
-        self.sequences = list(sequences)
+        self.rows = dict(enumerate(sequences))
         self.limits = limits
         self._speculation = speculation
 
     @property
+    def sequences(self) -> list[SequenceState]:
+        """Those of the rows in use."""
+        return list(self.rows.values())
+
+    @property
     def active(self) -> list[int]:
         """Rows whose sequence goes on."""
-        return [row for row, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
+        return [row for row, sequence in self.rows.items() if sequence.finish_reason is None]
 
     def run(self) -> None:
         """Decodes every sequence to its end."""
@@ -82,13 +87,21 @@ class Batch(ABC):
 
     def prefill(self) -> None:
         """Runs every prompt through the target in chunks, injects its features, and emits each first token."""
-        for row, sequence in enumerate(self.sequences):
-            with timed("prefill", [sequence.statistics]):
-                self._prefill_row(row, sequence)
+        for row, sequence in self.rows.items():
+            while not sequence.is_prefilled:
+                self.prefill_chunk(row, sequence)
+
+    def prefill_chunk(self, row: int, sequence: SequenceState) -> None:
+        """Runs the next chunk of a prompt through the target and injects its features; the last emits the first token.
+
+        Chunks depend on the prompt alone, never on what else is going on: so do the numbers that come of them.
+        """
+        with timed("prefill", [sequence.statistics]):
+            self._prefill_chunk(row, sequence)
 
     def step(self) -> None:
         """One proposal, one verification, one acceptance for every active row."""
-        sequences = {row: self.sequences[row] for row in self.active}
+        sequences = {row: self.rows[row] for row in self.active}
         with host_time([sequence.statistics for sequence in sequences.values()]):
             self._step(sequences)
 
@@ -104,24 +117,26 @@ class Batch(ABC):
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         """Hands the drafters the first `size` features [1, N, T*H], of the prompt's chunk behind what is committed."""
 
-    def _prefill_row(self, row: int, sequence: SequenceState) -> None:
-        cache = self._target_cache.row(row)
-        prompt = np.asarray(sequence.prompt, np.int64)
-        greedy = sequence.params.is_plain_greedy
-        wanted = ["token_ids" if greedy else "logits", *(["context_features"] if self._speculation else [])]
-        size = min(self.limits.prefill_chunk, self.target.longest_pass or len(prompt))
-        for start in range(0, len(prompt), size):
-            chunk = prompt[start : start + size]
-            outputs = self.target.run(chunk_inputs(chunk, start), wanted, cache)
-            sequence.statistics.target_passes += 1
-            if self._speculation:
-                self._inject(row, sequence, outputs["context_features"], len(chunk))
-            sequence.committed += len(chunk)
-        if greedy:
-            first = checked(outputs["token_ids"][0, 0])
-        else:
-            first = sequence.sampler.choose(outputs["logits"][0, 0], len(prompt), sequence.history)
-        sequence.emit([first])
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a prompt that one pass takes."""
+        return min(self.limits.prefill_chunk, self.target.longest_pass or self.limits.prefill_chunk)
+
+    def _prefill_chunk(self, row: int, sequence: SequenceState) -> None:
+        start, prompt = sequence.committed, sequence.prompt
+        chunk = np.asarray(prompt[start : start + self.chunk_size], np.int64)
+        greedy, last = sequence.params.is_plain_greedy, start + len(chunk) == len(prompt)
+        wanted = ["token_ids" if greedy else "logits"] if last else []
+        wanted += ["context_features"] if self._speculation else []
+        outputs = self.target.run(chunk_inputs(chunk, start), wanted, self._target_cache.rows(row, row + 1))
+        sequence.statistics.target_passes += 1
+        if self._speculation:
+            self._inject(row, sequence, outputs["context_features"], len(chunk))
+        sequence.committed += len(chunk)
+        if last and greedy:
+            sequence.emit([checked(outputs["token_ids"][0, 0])])
+        elif last:
+            sequence.emit([sequence.sampler.choose(outputs["logits"][0, 0], len(prompt), sequence.history)])
 
 
 class DecodeBatch(Batch):
@@ -133,6 +148,7 @@ class DecodeBatch(Batch):
         sequences: as of `Batch`.
         mask_token_id: fills the block behind the anchor.
         vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD).
+        slots: rows to make caches for; None for as many as there are sequences.
     """
 
     def __init__(
@@ -144,19 +160,23 @@ class DecodeBatch(Batch):
         mask_token_id: int,
         vp_drafter: Session | None = None,
         policy: BranchPolicy | None = None,
+        slots: int | None = None,
     ) -> None:
         super().__init__(target, sequences, limits, speculation=drafter is not None)
-        longest = max(len(sequence.prompt) for sequence in sequences) + limits.step_slots
+        slots = len(sequences) if slots is None else slots
+        longest = max((len(sequence.prompt) for sequence in sequences), default=0) + limits.step_slots
         capacity = target.capacity_for(longest, limits.capacity)
-        self._target_cache = target.new_cache(len(sequences), capacity)
+        self.meter = StepMeter()
+        self._policy = policy
+        self._target_cache = target.new_cache(slots, capacity)
         self._proposer = None
         if drafter is not None:
-            shape, path = (len(sequences), capacity, mask_token_id), limits.longest_path
-            first, second = Drafter(drafter, *shape, limits.block_size, (path,)), None
-            if vp_drafter is not None and policy is not None:
+            shape, path, chunk = (slots, capacity, mask_token_id), limits.longest_path, limits.prefill_chunk
+            drafters = [Drafter(drafter, *shape, limits.block_size, (path,), chunk)]
+            if vp_drafter is not None:
                 block = limits.redraft_rows * limits.vp_block_size
-                second = Drafter(vp_drafter, *shape, block, (path, limits.longest_pending))
-            self._proposer = Proposer(limits, first, second, policy)
+                drafters.append(Drafter(vp_drafter, *shape, block, (path, limits.longest_pending), chunk))
+            self._proposer = Proposer(limits, drafters, self.meter, self._fault)
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         assert self._proposer is not None
@@ -167,31 +187,52 @@ class DecodeBatch(Batch):
 
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
-        if self._proposer is None:
-            proposals = {row: Proposal.anchor(sequence.anchor) for row, sequence in sequences.items()}
-        else:
-            proposals = self._proposer.propose(sequences)
-        self._verify(proposals)
+        self._advance(sequences, self.limits.block_size - 1, self._policy)
 
     def _grow(self, needed: int) -> None:
         """Makes room for `needed` slots in every row."""
         if self._target_cache.capacity < needed:
-            capacity = self.target.capacity_for(needed, self.limits.capacity)
-            self._target_cache = self._target_cache.resized(capacity)
-            if self._proposer is not None:
-                self._proposer.resize(capacity)
+            self._resize(self.target.capacity_for(needed, self.limits.capacity))
 
-    def _verify(self, proposals: dict[int, Proposal]) -> None:
-        """One target pass over all trees, then each row's walk."""
-        batch, size = len(self.sequences), max(len(proposal.tree) for proposal in proposals.values())
-        if self.target.fixed_shapes and self._proposer is not None:
+    def _resize(self, capacity: int) -> None:
+        self._target_cache = self._target_cache.resized(capacity)
+        if self._proposer is not None:
+            self._proposer.resize(capacity)
+
+    def _advance(self, sequences: dict[int, SequenceState], drafts: int, policy: BranchPolicy | None) -> None:
+        """One step with at most so many drafts in a trunk, and the policy's branches."""
+        self.meter.reset()
+        # Rows behind the last one that takes part are left out; not where that would change a fixed shape.
+        rows = 1 + max(self.rows if self.target.fixed_shapes else sequences)
+        if self._proposer is None:
+            drafts, proposals = 0, {row: Proposal.anchor(sequence.anchor) for row, sequence in sequences.items()}
+        else:
+            proposals = self._proposer.propose(sequences, rows, drafts, policy)
+        if proposals:
+            self._verify(proposals, rows, full=drafts > 0)
+
+    def _fault(self, row: int, error: DflashError) -> None:
+        """Called with the error of one row; here it is that of the whole batch."""
+        raise error
+
+    def _verify(self, proposals: dict[int, Proposal], batch: int, *, full: bool) -> None:
+        """One target pass over the first `batch` rows with all trees, then each row's walk.
+
+        Args:
+            full: whether graphs of a fixed shape take the largest tree; else they take anchors alone.
+        """
+        size = max(len(proposal.tree) for proposal in proposals.values())
+        if self.target.fixed_shapes and full:
             size = self.limits.tree_size
         tokens, depths = np.zeros((batch, size), np.int64), np.zeros((batch, size), np.int64)
         visibility = np.repeat(np.eye(size, dtype=np.bool_)[None], batch, axis=0)
         contexts = np.zeros(batch, np.int64)
+        for row, sequence in self.rows.items():
+            # A row that rests gets what is padding behind what it holds, where nobody will see it.
+            if row < batch and sequence.finish_reason is None:
+                contexts[row] = sequence.committed
         for row, proposal in proposals.items():
             tokens[row], visibility[row], depths[row] = proposal.tree.padded(size)
-            contexts[row] = self.sequences[row].committed
         inputs = {
             "input_ids": tokens,
             "position_ids": contexts[:, None] + depths,
@@ -200,19 +241,22 @@ class DecodeBatch(Batch):
             "logit_rows": np.repeat(np.arange(size)[None], batch, axis=0),
         }
         wanted = ["context_features"] if self._proposer else []
-        plain = [self.sequences[row].params.is_plain_greedy for row in proposals]
+        plain = [self.rows[row].params.is_plain_greedy for row in proposals]
         wanted += ["token_ids"] if any(plain) else []
         wanted += ["logits"] if not all(plain) else []
-        with timed("verify", [self.sequences[row].statistics for row in proposals]):
-            outputs = self.target.run(inputs, wanted, self._target_cache)
+        with self.meter.timed("verify", [self.rows[row].statistics for row in proposals], batch * size):
+            outputs = self.target.run(inputs, wanted, self._target_cache.rows(0, batch))
         for row, proposal in proposals.items():
-            sequence = self.sequences[row]
-            sequence.statistics.target_passes += 1
-            acceptance = walk(proposal.tree, self._chooser(row, proposal.tree, outputs))
-            self._commit(row, proposal, acceptance, outputs.get("context_features"))
+            self.rows[row].statistics.target_passes += 1
+            try:
+                acceptance = walk(proposal.tree, self._chooser(row, proposal.tree, outputs))
+            except DflashError as error:
+                self._fault(row, error)
+            else:
+                self._commit(row, proposal, acceptance, outputs.get("context_features"))
 
     def _chooser(self, row: int, tree: CandidateTree, outputs: dict[str, Array]) -> Choose:
-        sequence = self.sequences[row]
+        sequence = self.rows[row]
         if sequence.params.is_plain_greedy:
             ids = outputs["token_ids"][row]
             return lambda node, path: checked(ids[node])
@@ -223,10 +267,10 @@ class DecodeBatch(Batch):
 
     def _commit(self, row: int, proposal: Proposal, acceptance: Acceptance, features: Array | None) -> None:
         """Emits the accepted tokens, moves the path's cache rows into place and hands its features to the drafters."""
-        sequence = self.sequences[row]
+        sequence, path = self.rows[row], acceptance.path
         yielded = sequence.emit(acceptance.tokens)
         sequence.statistics.record_step(proposed=len(proposal.tree) - 1, yielded=yielded)
-        path = acceptance.path
+        self.meter.record_walk(min(len(proposal.draft), len(proposal.tree) - 1), path)
         if sequence.trace is not None:
             sequence.trace.append(proposal.traced(sequence.committed, path, acceptance.tokens[:yielded]))
         if path != list(range(len(path))):
@@ -234,4 +278,4 @@ class DecodeBatch(Batch):
         sequence.committed += len(path)
         if self._proposer is not None:
             assert features is not None
-            self._proposer.accept(row, features[row][path])
+            self._proposer.accept(row, sequence, features[row][path])

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dflash_trt.backends.base import Array, Cache, DeviceSession
-from dflash_trt.backends.torch import TorchCache
+from dflash_trt.backends.base import Array, DeviceSession
 from dflash_trt.runtime.decode import Batch, checked
 from dflash_trt.runtime.device_step import DeviceStep
 from dflash_trt.runtime.drafter import inject, not_finite
@@ -51,16 +50,12 @@ class DeviceSlots:
                 batch,
                 vp_drafter=self.vp_drafter if branches else None,
                 branches=branches,
-                caches=[_first_rows(cache, batch) for cache in self._caches[: 3 if branches else 2]],
+                caches=[cache.rows(0, batch) for cache in self._caches[: 3 if branches else 2]],
             )
             if all(session.whole_steps for session in self._sessions):
                 self._pool = step.capture(self._pool)
             self._steps[batch, branches] = step
         return self._steps[batch, branches]
-
-
-def _first_rows(cache: Cache, rows: int) -> TorchCache:
-    return TorchCache([buffer[:rows] for buffer in cache.buffers])
 
 
 class DeviceDecodeBatch(Batch):
@@ -101,7 +96,7 @@ class DeviceDecodeBatch(Batch):
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         step, statistics = self._device_step, sequence.statistics
         for session, cache in zip(step.drafters, step.caches[1:], strict=True):
-            inject(session, cache.row(row), features, size, sequence.committed, self._slots.mask_token_id)
+            inject(session, cache.rows(row, row + 1), features, size, sequence.committed, self._slots.mask_token_id)
         statistics.draft_passes += 1
         statistics.redraft_passes += len(step.drafters) - 1
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,16 +57,21 @@ def inject(
 
 
 def not_finite(role: Role) -> BackendError:
-    """What to raise when a drafter's confidence is NaN or infinite."""
+    """The error of a request for which a drafter's confidence is NaN or infinite."""
     return BackendError("a confidence is NaN or infinite", where=f"{role} graph", mend="Run `dflash-trt verify`")
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1."""
+    """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1 unless it is not finite."""
 
     ids: np.ndarray
     confidence: np.ndarray
+
+    @property
+    def is_finite(self) -> bool:
+        """False: the drafter's numbers are NaN or infinite."""
+        return bool(np.isfinite(self.confidence).all())
 
 
 class Drafter:
@@ -78,7 +83,9 @@ class Drafter:
         capacity: cache slots of each row.
         mask_token_id: fills what is to be drafted.
         full_size: tokens of a row's largest block; graphs of a fixed shape always take so many.
-        full_rows: rows of features that those graphs take, ascending: the fewest that hold what is pending.
+        full_rows: rows of features that those graphs take, ascending: the fewest that hold what is pending. What is
+            more than the last of them is injected in a pass of its own.
+        chunk: features that a pass of its own takes at most, or `full_rows[-1]`.
     """
 
     def __init__(
@@ -89,17 +96,34 @@ class Drafter:
         mask_token_id: int,
         full_size: int,
         full_rows: Sequence[int],
+        chunk: int,
     ) -> None:
         self.mask_token_id = mask_token_id
         self._session, self._full_size, self._full_rows = session, full_size, full_rows
+        self._chunk = max(full_rows[-1], min(chunk, session.longest_pass or chunk))
         self.cache = session.new_cache(batch, capacity)
         self._injected = np.zeros(batch, np.int64)
         self._pending: list[list[Array]] = [[] for _ in range(batch)]
         self._nothing: Array = None  # no features [0, T*H], for rows without pending ones
 
+    @property
+    def role(self) -> Role:
+        """Of the graph."""
+        return self._session.graph.role
+
     def resize(self, capacity: int) -> None:
         """Gives every row `capacity` slots."""
         self.cache = self.cache.resized(capacity)
+
+    def free(self, row: int) -> None:
+        """Forgets a row's sequence."""
+        self._injected[row], self._pending[row] = 0, []
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Gives a row's sequence another row."""
+        self.cache.copy_row(source, destination, int(self._injected[source]))
+        self._injected[destination], self._pending[destination] = self._injected[source], self._pending[source]
+        self.free(source)
 
     def pending(self, row: int) -> int:
         """How many features of `row` wait."""
@@ -109,30 +133,48 @@ class Drafter:
         """Takes features [n, T*H] of tokens just committed, and keeps them: the next pass injects them."""
         self._pending[row].append(features)
 
+    def overdue(self, row: int, size: int) -> bool:
+        """Whether `size` features more would be too many to inject in one pass."""
+        return self.pending(row) + size > self._chunk
+
+    def inject_pending(self, row: int) -> None:
+        """Writes a row's waiting features into its cache, in a pass of their own."""
+        size, pieces = self.pending(row), self._pending[row]
+        self.prefill(row, self._session.stack([pieces], size), size)
+        self._pending[row] = []
+
     def prefill(self, row: int, features: Array, size: int) -> None:
         """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
-        inject(self._session, self.cache.row(row), features, size, int(self._injected[row]), self.mask_token_id)
+        cache = self.cache.rows(row, row + 1)
+        inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
         self._injected[row] += size
         self._nothing = features[0, :0]
 
-    def draft(self, blocks: Mapping[int, Block]) -> dict[int, Draft]:
-        """Injects the pending features of the rows in `blocks` and fills their blocks, all in one pass.
+    def late(self, rows: Iterable[int]) -> list[int]:
+        """Those of the rows with more waiting than a drafting pass takes."""
+        return [row for row in rows if self.pending(row) > self._full_rows[-1]]
 
-        Raises:
-            BackendError: a confidence that is not finite.
+    def block_size(self, blocks: Mapping[int, Block]) -> int:
+        """Tokens of each row in the pass that fills these blocks."""
+        return self._full_size if self._session.fixed_shapes else max(len(block.ids) for block in blocks.values())
+
+    def draft(self, blocks: Mapping[int, Block], batch: int) -> dict[int, Draft]:
+        """Injects the pending features of the rows in `blocks`, none of them late, and fills the blocks.
+
+        One pass over the first `batch` rows.
         """
-        batch, size = len(self._pending), max(len(block.ids) for block in blocks.values())
-        rows = max(1, *(self.pending(row) for row in blocks))
+        size = self.block_size(blocks)
+        rows = max(1, *map(self.pending, blocks))
         if self._session.fixed_shapes:
-            size, rows = self._full_size, next(full for full in self._full_rows if full >= rows)
+            rows = next(full for full in self._full_rows if full >= rows)
         ids = np.full((batch, size), self.mask_token_id, np.int64)
         offsets, lengths = np.zeros((batch, size), np.int64), np.zeros(batch, np.int64)
         visibility = np.repeat(np.eye(size, dtype=np.bool_)[None], batch, axis=0)
-        contexts = np.zeros(batch, np.int64)
+        contexts = self._injected[:batch].copy()  # a row that rests gets what is padding behind what it holds
         for row, block in blocks.items():
             own = len(block.ids)
             ids[row, :own], offsets[row, :own], visibility[row, :own, :own] = block.ids, block.offsets, block.visibility
-            contexts[row], lengths[row] = self._injected[row], self.pending(row)
+            lengths[row] = self.pending(row)
         pieces = [(self._pending[row] if row in blocks else []) or [self._nothing] for row in range(batch)]
         inputs = {
             "context_features": self._session.stack(pieces, rows),
@@ -142,14 +184,14 @@ class Drafter:
             "block_position_ids": (contexts + lengths)[:, None] + offsets,
             "visibility": visibility,
         }
-        results = self._session.run(inputs, ["draft_ids", "confidence"], self.cache)
+        results = self._session.run(inputs, ["draft_ids", "confidence"], self.cache.rows(0, batch))
         drafts = {}
         for row, block in blocks.items():
             self._injected[row] += lengths[row]
             self._pending[row] = []
             own = len(block.ids)
             confidence = results["confidence"][row, :own].astype(np.float64)
-            if not np.isfinite(confidence).all():
-                raise not_finite(self._session.graph.role)
-            drafts[row] = Draft(results["draft_ids"][row, :own], np.clip(confidence, 0, 1))
+            if np.isfinite(confidence).all():
+                confidence = np.clip(confidence, 0, 1)
+            drafts[row] = Draft(results["draft_ids"][row, :own], confidence)
         return drafts

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from dataclasses import asdict
+from functools import partial
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, overload
 
 from dflash_trt.backends.base import Session
 from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.export.contract import Role
 from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts
 from dflash_trt.runtime.decode import Batch, DecodeBatch
+from dflash_trt.runtime.generation import Generation, StreamEvent, StreamReader, generation_of
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sampling import SamplingParams
-from dflash_trt.runtime.sequence import FinishReason, SequenceState, check_prompt
-from dflash_trt.runtime.statistics import GenerationStatistics
+from dflash_trt.runtime.scheduler import DEFAULT_QUEUE, Scheduler
+from dflash_trt.runtime.sequence import SequenceState, check_prompt
+from dflash_trt.runtime.slots import SlotBatch
+from dflash_trt.runtime.speculation import AdaptivePlan, FixedPlan, Plan, Speculation, SpeculationPolicy
 from dflash_trt.runtime.text import Tokenizer
 from dflash_trt.runtime.trace import Branches, StepTrace, System, Trace
 
@@ -22,36 +27,6 @@ if TYPE_CHECKING:
     from dflash_trt.runtime.device_decode import DeviceSlots
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished output.
-
-    Attributes:
-        text: new text, without special tokens and cut before a stop string.
-        token_ids: new tokens, the one that ended the output included.
-        finish_reason: "stop" (stop token or string) or "length" (max_tokens or max_seq_len).
-        seed: the seed in use; giving it again repeats the output.
-        trace: what each step did, where it was asked for.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason
-    seed: int
-    statistics: GenerationStatistics
-    trace: Trace | None = None
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """What one step added; `generation` is set on the last event."""
-
-    text: str
-    token_ids: list[int]
-    generation: Generation | None = None
 
 
 class _Drafting(NamedTuple):
@@ -126,21 +101,29 @@ class Engine:
         branches: Branches | None = None, trace: bool = False, **sampling: Any,
     ) -> Iterator[StreamEvent]: ...  # fmt: skip
 
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], *, speculation: bool = True,
+        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+    ) -> list[Generation]: ...  # fmt: skip
+
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Sequence[Prompt],
         *,
         stream: bool = False,
         speculation: bool = True,
         branches: Branches | None = None,
         trace: bool = False,
         **sampling: Any,
-    ) -> Generation | Iterator[StreamEvent]:
-        """Generates from one prompt.
+    ) -> Generation | Iterator[StreamEvent] | list[Generation]:
+        """Generates from one prompt, or from a list of prompts.
 
         Args:
-            prompt: text, encoded with the tokenizer's special tokens, or token ids taken as they are.
-            stream: gives an iterator of events, one per step.
+            prompt: text, encoded with the tokenizer's special tokens, or token ids taken as they are. Of a list of
+                these, `limits.max_batch_size` are decoded at once, each as it would be alone; the next one begins when
+                one ends. (For requests that come one by one there is `AsyncEngine`.)
+            stream: gives an iterator of events, one per step; for one prompt.
             speculation: False decodes token by token with the same engine; the output is the same.
             branches: of a D2SD bundle, with speculation: how many a step has at most, 0 for none (DFlash), "auto" for
                 as many as pay; None for as many as the bundle was built for. The output is the same.
@@ -150,24 +133,71 @@ class Engine:
         Raises:
             RequestError: an empty or too long prompt. UsageError: a sampling parameter or `branches` out of range.
         """
-        drafting = self._drafting(speculation, branches)
-        sequence = self._sequence(prompt, SamplingParams(**sampling))
-        if trace:
-            sequence.trace = []
+        drafting, params = self._drafting(speculation, branches), SamplingParams(**sampling)
+        several = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], Integral)
+        if several and stream:
+            raise UsageError("takes one prompt, not a list", where="stream", mend="Use AsyncEngine for several")
+        prompts = cast(Sequence[Prompt], prompt if several else [prompt])
+        sequences = [self.sequence(one, params) for one in prompts]
+        for sequence in sequences:
+            sequence.trace = [] if trace else None
         if stream:
-            return self._stream(sequence, drafting)
-        self._batch([sequence], drafting).run()
-        return self._generation(sequence, drafting)
+            return self._stream(sequences[0], drafting)
+        self._run(sequences, drafting)
+        outputs = [self._generation(drafting, sequence) for sequence in sequences]
+        return outputs if several else outputs[0]
 
-    def generate_batch(
-        self, prompts: Sequence[Prompt], *, speculation: bool = True, branches: Branches | None = None, **sampling: Any
-    ) -> list[Generation]:
-        """Generates from several prompts, `max_batch_size` at once; each as `generate` would alone."""
-        drafting = self._drafting(speculation, branches)
-        sequences = [self._sequence(prompt, SamplingParams(**sampling)) for prompt in prompts]
+    def scheduler(
+        self,
+        *,
+        speculation: Speculation = "auto",
+        branches: Branches | None = None,
+        max_queue: int = DEFAULT_QUEUE,
+    ) -> Scheduler:
+        """Continuous batching over this engine's sessions, with caches of its own. `EngineWorker` runs it in a thread.
+
+        Args:
+            speculation: "auto" drafts as much as pays, "on" always, "off" never; no output token depends on it.
+            branches: as in `generate`; with "auto" speculation the most.
+            max_queue: sequences that may wait for a slot.
+
+        Raises:
+            UsageError: an option out of range.
+        """
+        if speculation not in get_args(Speculation):
+            raise UsageError(f"{speculation!r} must be auto, on or off", where="speculation", mend="Choose one of them")
+        drafting = self._drafting(speculation != "off", branches)
+        if speculation != "auto":
+            return self._scheduler(drafting, max_queue)
+        most = self.limits.branches if drafting.branches == "auto" else drafting.branches
+        batch = self._slots(_Drafting(True, most))
+        return Scheduler(batch, AdaptivePlan(self.limits, most, self.costs), _fixed_branches, max_queue)
+
+    def _scheduler(self, drafting: _Drafting, max_queue: int) -> Scheduler:
+        """One whose steps are all alike."""
+        most = self.limits.branches if drafting.branches == "auto" else drafting.branches
+        plan: SpeculationPolicy = FixedPlan(Plan(self.limits.block_size - 1 if drafting.speculation else 0, most))
+        policy = self._policy(drafting.branches)
+        return Scheduler(self._slots(drafting), plan, lambda plan: policy, max_queue)
+
+    def _slots(self, drafting: _Drafting) -> SlotBatch:
+        drafter = self.drafter if drafting.speculation else None
+        vp_drafter = self.vp_drafter if drafting.branches else None
+        return SlotBatch(self.target, drafter, self.limits, self.mask_token_id, vp_drafter)
+
+    def _run(self, sequences: list[SequenceState], drafting: _Drafting) -> None:
+        """Decodes all of them to their ends. Raises the first error of one."""
+        if len(sequences) > 1 and not self._steps_on_device(sequences, drafting):
+            scheduler = self._scheduler(drafting, max_queue=len(sequences))
+            for sequence in sequences:
+                scheduler.submit(sequence)
+            while not scheduler.is_idle:
+                scheduler.step()
+                if (error := next((s.error for s in sequences if s.error is not None), None)) is not None:
+                    raise error
+            return
         for start in range(0, len(sequences), self.limits.max_batch_size):
             self._batch(sequences[start : start + self.limits.max_batch_size], drafting).run()
-        return [self._generation(sequence, drafting) for sequence in sequences]
 
     def _drafting(self, speculation: bool, branches: Branches | None) -> _Drafting:
         """How to draft. Raises UsageError where the bundle cannot have these branches."""
@@ -192,25 +222,25 @@ class Engine:
 
     def _stream(self, sequence: SequenceState, drafting: _Drafting) -> Iterator[StreamEvent]:
         batch = self._batch([sequence], drafting)
-        characters = tokens = 0
+        reader = StreamReader(sequence, partial(self._generation, drafting))
         batch.prefill()
         while True:
             done = not batch.active
             try:
-                yield StreamEvent(
-                    sequence.text[characters:],
-                    sequence.generated[tokens:],
-                    self._generation(sequence, drafting) if done else None,
-                )
+                yield reader.event()
             except GeneratorExit:
                 batch.abandon()
                 raise
             if done:
                 return
-            characters, tokens = len(sequence.text), len(sequence.generated)
             batch.step()
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> SequenceState:
+    def sequence(self, prompt: Prompt, params: SamplingParams) -> SequenceState:
+        """A prompt with what to do with it, for a scheduler or a batch.
+
+        Raises:
+            RequestError: an empty or too long prompt, or ids outside the vocabulary.
+        """
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("is empty", where="prompt", mend="Give some text")
@@ -247,17 +277,9 @@ class Engine:
         assert self.costs is not None
         return AdaptiveBranches(self.limits.branches, self.costs)
 
-    def _generation(self, sequence: SequenceState, drafting: _Drafting) -> Generation:
-        assert sequence.finish_reason is not None
-        return Generation(
-            prompt_token_ids=sequence.prompt,
-            token_ids=sequence.generated,
-            text=sequence.text,
-            finish_reason=sequence.finish_reason,
-            seed=sequence.sampler.seed,
-            statistics=sequence.statistics,
-            trace=None if sequence.trace is None else self._trace(sequence, sequence.trace, drafting),
-        )
+    def _generation(self, drafting: _Drafting, sequence: SequenceState) -> Generation:
+        trace = None if sequence.trace is None else self._trace(sequence, sequence.trace, drafting)
+        return generation_of(sequence, trace)
 
     def _trace(self, sequence: SequenceState, steps: Sequence[StepTrace], drafting: _Drafting) -> Trace:
         occurring = {token for step in steps for token in (*step.tokens, *step.emitted)}
@@ -274,3 +296,8 @@ class Engine:
             steps=tuple(steps),
             texts={token: self.tokenizer.decode([token], skip_special_tokens=False) for token in sorted(occurring)},
         )
+
+
+def _fixed_branches(plan: Plan) -> BranchPolicy | None:
+    """As many as a step's plan says."""
+    return FixedBranches(plan.branches) if plan.branches else None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dflash_trt.backends.base import Array
+from dflash_trt.errors import DflashError
 from dflash_trt.runtime.branching import Branch, BranchPolicy
-from dflash_trt.runtime.drafter import Block, Draft, Drafter
+from dflash_trt.runtime.drafter import Block, Draft, Drafter, not_finite
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
 from dflash_trt.runtime.staircase import break_chances, merge
-from dflash_trt.runtime.statistics import timed
+from dflash_trt.runtime.statistics import DraftStage, StepMeter
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
+
+_STAGES: tuple[DraftStage, DraftStage] = ("draft", "redraft")
 
 
 @dataclass(frozen=True)
@@ -60,83 +63,133 @@ class Proposer:
     """Drafts for the rows of a batch, with one drafter or with two.
 
     Args:
-        drafter: the first draft.
-        redrafter, policy: of D2SD: the VP drafter, and what chooses the branches.
+        drafters: of the first draft, and of D2SD the VP drafter.
+        meter: counts the passes of a step.
+        fault: called with a row and the error of its sequence; that row has no proposal in this step.
     """
 
     def __init__(
-        self, limits: Limits, drafter: Drafter, redrafter: Drafter | None = None, policy: BranchPolicy | None = None
+        self, limits: Limits, drafters: Sequence[Drafter], meter: StepMeter, fault: Callable[[int, DflashError], None]
     ) -> None:
-        self._limits = limits
-        self._drafter, self._redrafter, self._policy = drafter, redrafter, policy
-        self._drafters = [drafter] if redrafter is None else [drafter, redrafter]
+        self._limits, self._meter, self._fault = limits, meter, fault
+        self._drafters = list(drafters)
+        self._drafter = drafters[0]
+        self._redrafter = drafters[1] if len(drafters) > 1 else None
+        self._rows = 0
 
     def resize(self, capacity: int) -> None:
         """Gives every row of every cache `capacity` slots."""
         for drafter in self._drafters:
             drafter.resize(capacity)
 
+    def free(self, row: int, *, clear: bool) -> None:
+        """Forgets a row's sequence; `clear` sets what it left in the caches to zero."""
+        for drafter in self._drafters:
+            drafter.free(row)
+            if clear:
+                drafter.cache.clear_row(row)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Gives a row's sequence another row."""
+        for drafter in self._drafters:
+            drafter.move_row(source, destination)
+
     def prefill(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         """Injects a prompt chunk's features [1, N, T*H]."""
-        self._drafter.prefill(row, features, size)
-        sequence.statistics.draft_passes += 1
-        if self._redrafter is not None:
-            self._redrafter.prefill(row, features, size)
-            sequence.statistics.redraft_passes += 1
+        for drafter, stage in zip(self._drafters, _STAGES, strict=False):
+            drafter.prefill(row, features, size)
+            sequence.statistics.count_draft_pass(stage)
 
-    def accept(self, row: int, features: Array) -> None:
+    def accept(self, row: int, sequence: SequenceState, features: Array) -> None:
         """Takes the features [n, T*H] of a step's accepted path."""
-        for drafter in self._drafters:
+        for drafter, stage in zip(self._drafters, _STAGES, strict=False):
+            if drafter.overdue(row, len(features)):
+                with self._meter.timed(stage, [sequence.statistics], drafter.pending(row)):
+                    drafter.inject_pending(row)
+                sequence.statistics.count_draft_pass(stage)
             drafter.accept(row, features)
 
-    def propose(self, sequences: Mapping[int, SequenceState]) -> dict[int, Proposal]:
-        """Candidates for each row, by row."""
-        trunks = self._draft(sequences)
-        if self._redrafter is None or self._policy is None:
+    def propose(
+        self, sequences: Mapping[int, SequenceState], rows: int, drafts: int, policy: BranchPolicy | None
+    ) -> dict[int, Proposal]:
+        """Candidates for each row, by row.
+
+        Args:
+            rows: of the batch that passes take: the first so many.
+            drafts: tokens of a first draft at most, below block_size; with 0 no drafter runs.
+            policy: chooses the branches of D2SD; None for a trunk alone.
+        """
+        self._rows = rows
+        if not drafts:
+            return {row: Proposal.anchor(sequence.anchor) for row, sequence in sequences.items()}
+        trunks = self._draft(sequences, drafts)
+        if self._redrafter is None or policy is None:
             return {row: _proposal(sequences[row], trunk, []) for row, trunk in trunks.items()}
         kept = {
-            row: self._policy.choose(trunk.confidence, self._sizes(sequences[row])[1]) for row, trunk in trunks.items()
+            row: policy.choose(trunk.confidence, self._branch_size(sequences[row], drafts))
+            for row, trunk in trunks.items()
         }
-        branches = self._redraft(sequences, trunks, kept)
-        return {row: _proposal(sequences[row], trunk, branches[row], self._policy) for row, trunk in trunks.items()}
+        branches = self._redraft({row: sequences[row] for row in trunks}, trunks, kept, drafts)
+        return {row: _proposal(sequences[row], trunks[row], found, policy) for row, found in branches.items()}
 
-    def _sizes(self, sequence: SequenceState) -> tuple[int, int]:
-        """Tokens in a first block and in a branch: no more drafts than tokens that may come; none for the last."""
-        room = 1 if sequence.remaining == 1 else sequence.remaining + 1
-        return min(self._limits.block_size, room), min(self._limits.longest_path, room)
+    def _branch_size(self, sequence: SequenceState, drafts: int) -> int:
+        """Tokens of a branch, with the anchor: a shorter first draft shortens it by as much."""
+        return min(self._limits.longest_path - (self._limits.block_size - 1 - drafts), _room(sequence))
 
-    def _draft(self, sequences: Mapping[int, SequenceState]) -> dict[int, Draft]:
+    def _draft(self, sequences: Mapping[int, SequenceState], drafts: int) -> dict[int, Draft]:
         """Trunks, without the anchor."""
-        mask = self._drafter.mask_token_id
-        blocks = {row: Block.of([[s.anchor]], self._sizes(s)[0], mask) for row, s in sequences.items()}
+        drafter = self._drafter
+        blocks = {
+            row: Block.of([[s.anchor]], min(1 + drafts, _room(s)), drafter.mask_token_id)
+            for row, s in sequences.items()
+        }
         if all(len(block.ids) == 1 for block in blocks.values()):
             empty = Draft(np.zeros(0, np.int64), np.zeros(0))
             return dict.fromkeys(sequences, empty)
-        with timed("draft", [s.statistics for s in sequences.values()]):
-            drafts = self._drafter.draft(blocks)
-        for sequence in sequences.values():
-            sequence.statistics.draft_passes += 1
-        return {row: Draft(draft.ids[1:], draft.confidence[1:]) for row, draft in drafts.items()}
+        trunks = self._pass(drafter, "draft", sequences, blocks)
+        return {row: Draft(draft.ids[1:], draft.confidence[1:]) for row, draft in trunks.items()}
+
+    def _pass(
+        self, drafter: Drafter, stage: DraftStage, sequences: Mapping[int, SequenceState], blocks: Mapping[int, Block]
+    ) -> dict[int, Draft]:
+        """One pass of a drafter over the blocks; the rows whose numbers are not finite are faults."""
+        late = drafter.late(blocks)
+        tokens = self._rows * drafter.block_size(blocks) + sum(map(drafter.pending, late))
+        with self._meter.timed(stage, [s.statistics for s in sequences.values()], tokens):
+            for row in late:
+                drafter.inject_pending(row)
+            drafts = drafter.draft(blocks, self._rows)
+        for row, sequence in sequences.items():
+            sequence.statistics.count_draft_pass(stage)
+            if not drafts[row].is_finite:
+                del drafts[row]
+                self._fault(row, not_finite(drafter.role))
+        return drafts
 
     def _redraft(
-        self, sequences: Mapping[int, SequenceState], trunks: Mapping[int, Draft], kept: Mapping[int, list[int]]
+        self,
+        sequences: Mapping[int, SequenceState],
+        trunks: Mapping[int, Draft],
+        kept: Mapping[int, list[int]],
+        drafts: int,
     ) -> dict[int, list[Branch]]:
-        """All branches of all rows in one pass; no pass where no row has any and features may wait."""
+        """All branches of all rows in one pass; no pass where no row has any."""
         assert self._redrafter is not None
         redrafter = self._redrafter
-        waiting = max(redrafter.pending(row) for row in sequences)
-        if not any(kept.values()) and waiting + self._limits.longest_path <= self._limits.longest_pending:
+        if not any(kept.values()):
             return {row: [] for row in sequences}
         blocks = {}
         for row, sequence in sequences.items():
             candidates = [[sequence.anchor, *trunks[row].ids[:count].tolist()] for count in kept[row]]
-            size = self._sizes(sequence)[1] if candidates else 1
+            size = self._branch_size(sequence, drafts) if candidates else 1
             blocks[row] = Block.of(candidates or [[sequence.anchor]], size, redrafter.mask_token_id)
-        with timed("redraft", [s.statistics for s in sequences.values()]):
-            drafts = redrafter.draft(blocks)
-        for sequence in sequences.values():
-            sequence.statistics.redraft_passes += 1
-        return {row: _branches(trunks[row], kept[row], draft) for row, draft in drafts.items()}
+        redrafts = self._pass(redrafter, "redraft", sequences, blocks)
+        return {row: _branches(trunks[row], kept[row], draft) for row, draft in redrafts.items()}
+
+
+def _room(sequence: SequenceState) -> int:
+    """Tokens of a block at most: no more drafts than tokens that may come, and none for the last."""
+    return 1 if sequence.remaining == 1 else sequence.remaining + 1
 
 
 def _branches(trunk: Draft, kept: Sequence[int], redraft: Draft) -> list[Branch]:

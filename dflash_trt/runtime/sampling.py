@@ -3,21 +3,21 @@
 A choice depends on nothing but (logits, history, seed, absolute position): not on how many tokens a step verified, nor
 on the batch. So the walk over a candidate tree repeats, choice by choice, what token-by-token decoding would choose.
 
-Meaning and order follow transformers 5.24 (`generation/logits_process.py`): repetition penalty, temperature, top-k,
-top-p, min-p. Presence and frequency penalties, which it lacks, follow OpenAI and vLLM and come right after the
-repetition penalty.
+Meaning and order follow transformers 5.24 (`generation/logits_process.py`): repetition penalty, bad words, minimum
+length, temperature, top-k, top-p, min-p. Presence and frequency penalties, which it lacks, follow OpenAI and vLLM and
+come right after the repetition penalty.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from dflash_trt.errors import BackendError, UsageError
+from dflash_trt.errors import BackendError, RequestError, UsageError
 from dflash_trt.runtime.sampling_params import SamplingParams
 
 __all__ = ["History", "Sampler", "SamplingParams"]
@@ -26,27 +26,42 @@ Floats = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
+_NONE = np.empty(0, np.int64)
+
 
 class History:
-    """The tokens of one sequence that penalties look at: each distinct token with its count in the output.
+    """The tokens of one sequence: their order, and each distinct one with its count in the output.
 
-    `extend` follows commits; a tree node's few tokens below the root are passed to `counts` and change nothing here.
+    `extend` follows commits; a tree node's few tokens below the root are passed as `path` and change nothing here.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
-        self._generated: dict[int, int] = dict.fromkeys(prompt, 0)
-        self._arrays: tuple[Ids, Ids] | None = None  # the dictionary as arrays, until the next commit
+        self._tokens = list(prompt)
+        self._prompt_len = len(self._tokens)
+        self._counts = dict.fromkeys(self._tokens, 0)
+        self._arrays: tuple[Ids, Ids] | None = None  # the counts as arrays, until the next commit
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Count committed output tokens (the anchor is one of them)."""
+        """Add committed output tokens (the anchor is one of them)."""
         for token in tokens:
-            self._generated[token] = self._generated.get(token, 0) + 1
+            self._tokens.append(token)
+            self._counts[token] = self._counts.get(token, 0) + 1
         self._arrays = None
+
+    @property
+    def generated(self) -> int:
+        """The number of committed output tokens."""
+        return len(self._tokens) - self._prompt_len
+
+    def last(self, size: int, path: Sequence[int] = ()) -> tuple[int, ...]:
+        """The last `size` tokens, `path` being the latest of them; all where there are fewer."""
+        committed = min(max(size - len(path), 0), len(self._tokens))
+        return (*self._tokens[len(self._tokens) - committed :], *path[max(len(path) - size, 0) :])
 
     def counts(self, path: Sequence[int] = ()) -> tuple[Ids, Ids]:
         """(ids i64 [M] distinct, output counts i64 [M], 0 for tokens of the prompt only) with `path` appended."""
         if self._arrays is None:
-            self._arrays = np.array([*self._generated], np.int64), np.array([*self._generated.values()], np.int64)
+            self._arrays = np.array([*self._counts], np.int64), np.array([*self._counts.values()], np.int64)
         ids, counts = self._arrays
         if path:
             ids, where = np.unique(np.concatenate([ids, np.asarray(path, np.int64)]), return_inverse=True)
@@ -54,29 +69,57 @@ class History:
         return ids, counts
 
 
+class _Bans:
+    """What may not come next: the last token of each bad word whose others have just come, and ends too soon."""
+
+    def __init__(self, params: SamplingParams, end_token_ids: Collection[int]) -> None:
+        self._min_tokens = params.min_tokens
+        self._ends = np.array(sorted(end_token_ids), np.int64)
+        last_tokens: dict[tuple[int, ...], set[int]] = {}
+        for *before, last in params.bad_token_ids:
+            if before or last not in end_token_ids:
+                last_tokens.setdefault(tuple(before), set()).add(last)
+        self._last_tokens = {before: np.array(sorted(last), np.int64) for before, last in last_tokens.items()}
+        self._sizes = sorted({len(before) for before in last_tokens})
+
+    def ids(self, history: History, path: Sequence[int]) -> Ids:
+        """i64 [M], not sorted, some perhaps twice or outside the vocabulary."""
+        banned = [self._ends] if history.generated + len(path) < self._min_tokens else []
+        recent = history.last(max(self._sizes, default=0), path)
+        for size in self._sizes:
+            if size <= len(recent) and (last := self._last_tokens.get(recent[len(recent) - size :])) is not None:
+                banned.append(last)
+        return np.concatenate([_NONE, *banned])
+
+
 class Sampler:
     """Chooses tokens for one sequence. `seed` is the seed in use, also where the parameters gave none.
 
     In all methods: `logits` f32 [V] (never changed); `position` the absolute position of the token to be chosen;
-    `history` the committed tokens and `path` the candidate tokens after them (both only read when there are
-    penalties, and then `history` is required).
+    `history` the committed tokens and `path` the candidate tokens after them (both only read when
+    `params.needs_history`, and then `history` is required).
+
+    Args:
+        end_token_ids: what ends the output (`params.end_token_ids`); `min_tokens` and `bad_token_ids` ask for it.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, end_token_ids: Collection[int] = ()) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._bans = _Bans(params, end_token_ids)
 
     def choose(self, logits: Floats, position: int, history: History | None = None, path: Sequence[int] = ()) -> int:
         """The next token.
 
         Raises:
-            UsageError: penalties are on and `history` is missing.
+            UsageError: `history` is needed and missing.
+            RequestError: the parameters leave no token to choose.
             BackendError: the largest logit is NaN or infinite.
         """
         if self.params.temperature == 0:
-            scores = self._penalised(logits, history, path)
+            scores = self._processed(logits, history, path)
             best = int(scores.argmax())
-            _check_finite(scores[best])
+            _check_best(scores[best], logits)
             return best
         ids, weights = self._kept(logits, history, path)
         bounds = np.cumsum(weights)
@@ -101,7 +144,7 @@ class Sampler:
         the chosen token's interval of the CDF, in probability (it knows nothing of what top-k and the like cut off).
         """
         if self.params.temperature == 0:
-            scores = self._penalised(logits, history, path)
+            scores = self._processed(logits, history, path)
             if len(scores) == 1:
                 return math.inf
             second, first = np.partition(scores, len(scores) - 2)[-2:]
@@ -116,34 +159,41 @@ class Sampler:
         bits = np.random.Philox(key=self.seed, counter=position).random_raw()
         return float(int(bits) >> 11) * 2.0**-53
 
-    def _penalised(self, logits: Floats, history: History | None, path: Sequence[int]) -> Floats:
-        """`logits` itself without penalties, else an adjusted copy; float32 arithmetic, as transformers'."""
-        params = self.params
-        if not params.has_penalties:
+    def _processed(self, logits: Floats, history: History | None, path: Sequence[int]) -> Floats:
+        """`logits` itself where nothing is to be done, else an adjusted copy; float32 arithmetic, as transformers'."""
+        if not self.params.needs_history:
             return logits
         if history is None:
-            raise UsageError("penalties need the history", where="Sampler", mend="pass a History of prompt and output")
-        ids, counts = history.counts(path)
-        # A prompt may hold ids of an embedding that is larger than the head; those are never generated.
-        ids, counts = ids[ids < len(logits)], counts[ids < len(logits)]
-        old = logits[ids]
+            what = "penalties, bad_token_ids and min_tokens need the history"
+            raise UsageError(what, where="Sampler", mend="pass a History of prompt and output")
+        scores = logits.copy()
+        if self.params.has_penalties:
+            self._penalise(scores, *history.counts(path))
+        # Ids outside the head are never generated: those of a prompt (a larger embedding has them) and banned ones.
+        banned = self._bans.ids(history, path)
+        scores[banned[banned < len(scores)]] = -np.inf
+        return scores
+
+    def _penalise(self, scores: Floats, ids: Ids, counts: Ids) -> None:
+        """Changes the scores of these tokens in place."""
+        params = self.params
+        ids, counts = ids[ids < len(scores)], counts[ids < len(scores)]
+        old = scores[ids]
         factor = np.float32(params.repetition_penalty)
         new = np.where(old < 0, old * factor, old / factor)
         new -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
         new -= np.float32(params.presence_penalty) * (counts > 0)
-        scores = logits.copy()
         scores[ids] = new
-        return scores
 
     def _kept(self, logits: Floats, history: History | None, path: Sequence[int]) -> tuple[Ids, Weights]:
         """(ids i64 [M] ascending, weights f64 [M]) of tokens that may be drawn; weights are relative to the best."""
-        params, scores = self.params, self._penalised(logits, history, path)
+        params, scores = self.params, self._processed(logits, history, path)
         ids = np.arange(len(scores))
         if 0 < params.top_k < len(scores):
             # Temperature keeps the order, so top-k can go first and spare the work on the rest.
             ids = np.flatnonzero(scores >= np.partition(scores, -params.top_k)[-params.top_k])
         best = scores.max()
-        _check_finite(best)
+        _check_best(best, logits)
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
             weights = np.exp((scores[ids].astype(np.float64) - float(best)) / params.temperature)
         if params.top_p < 1:
@@ -180,8 +230,11 @@ def _draw(bounds: Weights, u: float) -> int:
     return index if index < len(bounds) else int(np.searchsorted(bounds, bounds[-1]))
 
 
-def _check_finite(best: np.float32) -> None:
-    if not np.isfinite(best):
-        raise BackendError(
-            f"the largest logit is {best}", where="logits", mend="Run `dflash-trt verify`; float16 may have overflowed."
-        )
+def _check_best(best: np.float32, logits: Floats) -> None:
+    if np.isfinite(best):
+        return
+    if best == -np.inf and np.isfinite(logits.max()):
+        mend = "Ban fewer tokens, or lower min_tokens"
+        raise RequestError("they leave no token to choose", where="sampling parameters", mend=mend)
+    mend = "Run `dflash-trt verify`; float16 may have overflowed."
+    raise BackendError(f"the largest logit is {best}", where="logits", mend=mend)

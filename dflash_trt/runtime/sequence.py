@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from dflash_trt.errors import RequestError
+from dflash_trt.errors import DflashError, RequestError
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sampling import History, Sampler, SamplingParams
 from dflash_trt.runtime.statistics import GenerationStatistics
@@ -57,22 +57,34 @@ class SequenceState:
     ) -> None:
         self.prompt = list(prompt)
         self.params = params
-        self.sampler = Sampler(params)
+        self._stop_ids = params.end_token_ids(eos_token_ids)
+        self.sampler = Sampler(params, self._stop_ids)
         self.history = History(prompt)
         self.generated: list[int] = []
         self.committed = 0
         self.finish_reason: FinishReason | None = None
+        self.error: DflashError | None = None
+        self.cancelled = False
         self.statistics = GenerationStatistics()
         self.trace: list[StepTrace] | None = None
         self.text = ""
         self._limit = min(params.max_tokens, limits.max_seq_len - len(prompt))
-        self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self._stream = text
 
     @property
     def anchor(self) -> int:
         """The last token, not yet in any cache."""
         return self.generated[-1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come: it ended, or it failed with `error`."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt went through the target."""
+        return self.committed >= len(self.prompt)
 
     @property
     def remaining(self) -> int:
@@ -97,6 +109,6 @@ class SequenceState:
                 if rest.stopped:  # held-back text can complete a stop string at the very end
                     self.finish_reason = "stop"
                 break
-        if self.params.has_penalties:
+        if self.params.needs_history:
             self.history.extend(self.generated[-taken:])
         return taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from dflash_trt.errors import UsageError
 
 Stage = Literal["prefill", "draft", "redraft", "verify", "host"]
+DraftStage = Literal["draft", "redraft"]
 
 
 def _no_seconds() -> dict[Stage, float]:
@@ -41,6 +42,13 @@ class GenerationStatistics:
     draft_passes: int = 0
     redraft_passes: int = 0
     seconds: dict[Stage, float] = field(default_factory=_no_seconds)
+
+    def count_draft_pass(self, stage: DraftStage) -> None:
+        """Count one forward pass of a drafter."""
+        if stage == "draft":
+            self.draft_passes += 1
+        else:
+            self.redraft_passes += 1
 
     def record_step(self, *, proposed: int, yielded: int) -> None:
         """Count one step that proposed so many drafts and yielded so many tokens, the bonus token among them.
@@ -105,6 +113,41 @@ def timed(stage: Stage, sharing: Collection[GenerationStatistics]) -> Iterator[N
         share = (time.perf_counter() - started) / len(sharing)
         for statistics in sharing:
             statistics.seconds[stage] += share
+
+
+class StepMeter:
+    """What one step of a batch took and brought.
+
+    Attributes:
+        seconds, tokens: of its passes by stage, and their new tokens, padding included.
+        trunk: of each row, drafts of its trunk put before the target, and how many, from the first on, it chose.
+        yielded: of each row, tokens that came of it, before a stop cuts some off.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a step."""
+        self.seconds: dict[Stage, float] = {}
+        self.tokens: dict[Stage, int] = {}
+        self.trunk: list[tuple[int, int]] = []
+        self.yielded: list[int] = []
+
+    def record_walk(self, drafts: int, path: Sequence[int]) -> None:
+        """Takes the path of one row through a tree whose nodes 1 to `drafts` are those of the trunk."""
+        agreed = next((depth for depth, node in enumerate(path) if node != depth or depth > drafts), len(path)) - 1
+        self.trunk.append((drafts, agreed))
+        self.yielded.append(len(path))
+
+    @contextmanager
+    def timed(self, stage: Stage, sharing: Collection[GenerationStatistics], tokens: int) -> Iterator[None]:
+        """As `timed`, for a pass of so many new tokens."""
+        started = time.perf_counter()
+        with timed(stage, sharing):
+            yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        self.tokens[stage] = self.tokens.get(stage, 0) + tokens
 
 
 @contextmanager

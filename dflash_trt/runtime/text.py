@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import tokenizers
 
 from dflash_trt.errors import BundleError, RequestError
 from dflash_trt.runtime.chat_template import compile_template
+from dflash_trt.runtime.text_length import GENEROUS, TokenReach, token_reach
 from dflash_trt.runtime.text_stream import StreamPiece, TextStream
 
 __all__ = ["StreamPiece", "TextStream", "Tokenizer"]
@@ -54,17 +56,31 @@ class Tokenizer:
         Raises:
             RequestError: not a string, or not valid Unicode (a lone surrogate).
         """
-        if not isinstance(text, str):
-            raise RequestError(f"is a {type(text).__name__}", where="text", mend="Pass a string.")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"character {error.start} is {text[error.start]!r}, a lone surrogate, so it is not valid Unicode",
-                where="text",
-                mend="Decode the input as UTF-8 with errors='replace', or remove the character.",
-            ) from error
+        _check_text(text, "text")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def check_length(self, text: str, max_input_len: int) -> None:
+        """Refuses a prompt that cannot fit, without tokenising it; whether one fits that passes, its tokens tell.
+
+        Where the longest token bounds how few tokens a text can have (see `text_length`), nothing is refused that could
+        fit. With other tokenizers, texts are refused of more than 1024 characters for each token of `max_input_len`.
+
+        Raises:
+            RequestError: naming `max_input_len`.
+        """
+        if self._reach is not None:
+            fewest = self._reach.fewest_tokens(text)
+            refused = fewest > max_input_len
+            what = f"has at least {fewest} tokens; the bundle takes at most {max_input_len} (max_input_len)"
+        else:
+            refused = len(text) > (most := GENEROUS * max_input_len)
+            what = f"has {len(text)} characters; for {max_input_len} tokens (max_input_len) at most {most} are read"
+        if refused:
+            raise RequestError(what, where="prompt", mend="Shorten it, or build with a larger --max-input-len")
+
+    @cached_property
+    def _reach(self) -> TokenReach | None:
+        return token_reach(self._tokenizer)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary) give nothing."""
@@ -73,6 +89,37 @@ class Tokenizer:
     def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
         """Incremental decoding that ends at any of the stop strings."""
         return TextStream(self._tokenizer, tuple(stop), skip_special_tokens=skip_special_tokens)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences to ban for these words, as `SamplingParams.bad_token_ids` takes them.
+
+        A word is tokenised as it is and after a space, each at the beginning of a text and inside one (TensorRT-LLM has
+        only the first of these four); one that begins with white space has its place given and gets no other space.
+        What is banned is these tokens one after the other: the same letters cut differently, or within a longer token,
+        are not. What the vocabulary cannot spell gives no sequence, since it cannot be generated either.
+
+        Raises:
+            RequestError: a word that is empty, not a string, or not valid Unicode.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        unknown_id = None if unknown is None else self._tokenizer.token_to_id(unknown)
+        for index, word in enumerate(words):
+            _check_text(word, f"bad_words[{index}]")
+            if not word:
+                raise RequestError("is empty", where=f"bad_words[{index}]", mend="Leave it out")
+            forms = [word] if word[0].isspace() else [word, f" {word}"]
+            found = [tuple(ids) for form in forms for ids in (self._ids(form), self._ids_inside(form))]
+            sequences |= dict.fromkeys(ids for ids in found if ids and (unknown_id not in ids or str(unknown) in word))
+        return tuple(sequences)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _ids_inside(self, text: str) -> list[int]:
+        """Behind the start of a line, which some tokenizers set apart from the start of a text; [] where they merge."""
+        before, whole = self._ids("\n"), self._ids(f"\n{text}")
+        return whole[len(before) :] if whole[: len(before)] == before else []
 
     def apply_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -128,6 +175,19 @@ class Tokenizer:
             raise BundleError(
                 f"the chat template does not compile: {error}", where=str(self._folder), mend="Mend it in the target."
             ) from error
+
+
+def _check_text(text: str, where: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"is a {type(text).__name__}", where=where, mend="Pass a string.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"character {error.start} is {text[error.start]!r}, a lone surrogate, so it is not valid Unicode",
+            where=where,
+            mend="Decode the input as UTF-8 with errors='replace', or remove the character.",
+        ) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def test_whole_decodes_are_those_of_torch(system: str, sizes: tuple[int, ...], s
     engine = over_fakes(reference)
     prompts = prompts_for(reference, *sizes)
     options = {"max_tokens": 24, "ignore_eos": True, **sampling}
-    expected = outcomes(reference.generate_batch(prompts, **options))
-    assert outcomes(engine.generate_batch(prompts, **options)) == expected
+    expected = outcomes(reference.generate(prompts, **options))
+    assert outcomes(engine.generate(prompts, **options)) == expected
     assert len({length for _, lengths, _ in expected for length in lengths}) > 1
     plain = engine.generate(prompts[0], speculation=False, **options)
     assert plain.token_ids == expected[0][0]
@@ -75,10 +75,10 @@ def test_whole_steps_are_those_of_the_host_loop(system: str, sizes: tuple[int, .
     reference = trained(system)
     engine = over_fakes(reference)
     prompts = prompts_for(reference, *sizes)
-    expected = outcomes(reference.generate_batch(prompts, max_tokens=24))
+    expected = outcomes(reference.generate(prompts, max_tokens=24))
     engine.device_step = True
-    assert outcomes(engine.generate_batch(prompts, max_tokens=24)) == expected
-    assert outcomes(engine.generate_batch(prompts, max_tokens=24)) == expected
+    assert outcomes(engine.generate(prompts, max_tokens=24)) == expected
+    assert outcomes(engine.generate(prompts, max_tokens=24)) == expected
 
 
 @pytest.mark.parametrize("branches", [0, 1, 2])
@@ -87,10 +87,10 @@ def test_branches_at_each_request(branches: int) -> None:
     engine = over_fakes(reference)
     prompts = prompts_for(reference, 20, 33)
     options = {"max_tokens": 20, "branches": branches}
-    expected = outcomes(reference.generate_batch(prompts, **options))
+    expected = outcomes(reference.generate(prompts, **options))
     for device in (False, True):
         engine.device_step = device
-        assert outcomes(engine.generate_batch(prompts, **options)) == expected
+        assert outcomes(engine.generate(prompts, **options)) == expected
 
 
 def test_the_end_of_the_capacity() -> None:
@@ -98,10 +98,10 @@ def test_the_end_of_the_capacity() -> None:
     reference = trained("d2sd", max_seq_len=52)
     engine = over_fakes(reference)
     prompts = prompts_for(reference, 51, 48, 20)
-    expected = outcomes(reference.generate_batch(prompts, max_tokens=100, ignore_eos=True))
+    expected = outcomes(reference.generate(prompts, max_tokens=100, ignore_eos=True))
     for device in (False, True):
         engine.device_step = device
-        assert outcomes(engine.generate_batch(prompts, max_tokens=100, ignore_eos=True)) == expected
+        assert outcomes(engine.generate(prompts, max_tokens=100, ignore_eos=True)) == expected
     for session in sessions_of(engine):
         names = [spec.name for spec in session.graph.inputs]
         for execution in executions(session):
@@ -124,7 +124,7 @@ def decode_passes(session: EngineSession) -> list[Any]:
 def test_every_cache_is_past_and_present_at_one_address(system: str, device: bool) -> None:
     engine = over_fakes(trained(system))
     engine.device_step = device
-    engine.generate_batch(prompts_for(engine, 48, 7), max_tokens=12)
+    engine.generate(prompts_for(engine, 48, 7), max_tokens=12)
     for session in sessions_of(engine):
         pairs = list(zip(session.graph.past(), session.graph.present(), strict=True))
         passes = [own for execution in executions(session) for own in execution.passes]
@@ -141,7 +141,7 @@ def test_steps_change_no_address_and_no_shape(system: str, device: bool) -> None
     engine = over_fakes(trained(system))
     engine.device_step = device
     prompts = prompts_for(engine, 48, 7)
-    sequences = [engine._sequence(prompt, SamplingParams(max_tokens=24, ignore_eos=True)) for prompt in prompts]
+    sequences = [engine.sequence(prompt, SamplingParams(max_tokens=24, ignore_eos=True)) for prompt in prompts]
     batch = engine._batch(sequences, engine._drafting(True, None))
     batch.prefill()
     batch.step()
@@ -190,8 +190,8 @@ def test_shapes_are_told_when_they_change(role: Role) -> None:
     changed = "N" if role == "drafter" else "Q"
     assert [name for name, _ in fake.told] == [spec.name for spec in session.graph.inputs if changed in spec.shape]
     fake.told.clear()
-    session.run(random_inputs(session.graph, 1, 3, VOCAB, 1, 4), [], cache.row(1))
-    row = cache.row(1).buffers[0]
+    session.run(random_inputs(session.graph, 1, 3, VOCAB, 1, 4), [], cache.rows(1, 2))
+    row = cache.rows(1, 2).buffers[0]
     assert [told for told in fake.told if "key_0" in told[0]] == [
         ("past_key_0", tuple(row.shape)), ("past_key_0", row.data_ptr()), ("present_key_0", row.data_ptr()),
     ]  # fmt: skip
@@ -252,7 +252,7 @@ def test_what_contradicts_the_contract() -> None:
     with pytest.raises(ValueError, match=f"caches of {LIMITS.capacity} slots, not of 7"):
         session.new_cache(1, 7)
     with pytest.raises(ValueError, match=r"context_features .* at {'B': 1"):
-        session.run(inputs, [], cache.row(0))
+        session.run(inputs, [], cache.rows(0, 1))
 
 
 def test_an_execution_that_fails() -> None:
@@ -310,8 +310,8 @@ def test_each_captured_step_has_executions_of_its_own(system: str, monkeypatch: 
     captured = None
     for _ in range(2):
         for rows in (1, 3, 2):
-            expected = outcomes(reference.generate_batch(prompts[:rows], max_tokens=12))
-            assert outcomes(engine.generate_batch(prompts[:rows], max_tokens=12)) == expected
+            expected = outcomes(reference.generate(prompts[:rows], max_tokens=12))
+            assert outcomes(engine.generate(prompts[:rows], max_tokens=12)) == expected
             engine.generate(prompts[0], max_tokens=5, temperature=0.5)  # the host loop, with caches of its own
         told = [
             len(told.execution.told)  # type: ignore[attr-defined]

@@ -130,8 +130,8 @@ def test_what_buffers_hold_between_passes_never_matters(
 
     monkeypatch.setattr(EngineSession, "_pass", between)
     prompts = prompts_for(reference, 48, 7, 30)
-    expected = outcomes(reference.generate_batch(prompts, max_tokens=24))
-    assert outcomes(engine.generate_batch(prompts, max_tokens=24)) == expected
+    expected = outcomes(reference.generate(prompts, max_tokens=24))
+    assert outcomes(engine.generate(prompts, max_tokens=24)) == expected
     assert ruined > 50
 
 

@@ -155,7 +155,7 @@ def test_a_pass_on_a_row_changes_that_row_alone(backend: str, role: str) -> None
         buffer[...] = whole[1:2]
     inputs = random_inputs(opened.graph, 0, 2, VOCAB, 1, 3)
     name = opened.graph.outputs[0].name
-    view = cache.row(1)
+    view = cache.rows(1, 2)
     assert (view.batch, view.capacity) == (1, 12)
     found, expected = opened.run(inputs, [name], view)[name], opened.run(inputs, [name], alone)[name]
     np.testing.assert_array_equal(found, expected)
@@ -175,15 +175,31 @@ def test_new_caches_are_zero_and_shaped_as_the_contract(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_row_shares_memory(backend: str) -> None:
+@pytest.mark.parametrize(("start", "stop"), [(2, 3), (0, 2), (1, 3), (0, 3)])
+def test_rows_share_memory(backend: str, start: int, stop: int) -> None:
     cache = session(backend).new_cache(3, 5)
     fill(cache)
-    view = cache.row(2)
+    view = cache.rows(start, stop)
+    assert (view.batch, view.capacity) == (stop - start, 5)
     for part, whole in zip(arrays(view), arrays(cache), strict=True):
         assert np.shares_memory(part, whole)
         part[...] = 7
-        assert (whole[2] == 7).all()
-        assert (whole[:2] != 7).all()
+        assert [(whole[row] == 7).all() for row in range(3)] == [start <= row < stop for row in range(3)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_is_copied_or_cleared_alone(backend: str) -> None:
+    cache = session(backend).new_cache(3, 5)
+    before = fill(cache)
+    cache.copy_row(2, 0, 3)
+    for now, then in zip(arrays(cache), before, strict=True):
+        np.testing.assert_array_equal(now[0, :, :3], then[2, :, :3])
+        np.testing.assert_array_equal(now[0, :, 3:], then[0, :, 3:])
+        np.testing.assert_array_equal(now[1:], then[1:])
+    cache.clear_row(1)
+    for now, then in zip(arrays(cache), before, strict=True):
+        assert not now[1].any()
+        np.testing.assert_array_equal(now[2], then[2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

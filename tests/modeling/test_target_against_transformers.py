@@ -104,7 +104,7 @@ def test_rows_of_different_lengths(tmp_path: Path) -> None:
     logits, features = pair.expected(ids)
     cache = pair.session.new_cache(3, CAPACITY)
     for row, length in enumerate(prompts):
-        target_pass(pair.session, cache.row(row), ids[row : row + 1, :length], np.zeros(1, int))
+        target_pass(pair.session, cache.rows(row, row + 1), ids[row : row + 1, :length], np.zeros(1, int))
     for queries in (1, 4, 2):
         step = np.stack([ids[row, start : start + queries] for row, start in enumerate(prompts)])
         out = target_pass(pair.session, cache, step, prompts)

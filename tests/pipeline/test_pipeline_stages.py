@@ -183,7 +183,7 @@ def test_the_smallest_sizes_work(pair, tmp_path):
 def test_a_batch_gives_each_prompt_what_it_gets_alone(bundle, settings):
     engine = dflash_trt.load(bundle, threads=1)
     assert engine.limits.max_batch_size == 2
-    together = engine.generate_batch(PROMPTS, max_tokens=24, **settings)  # three prompts, two at once
+    together = engine.generate(PROMPTS, max_tokens=24, **settings)  # three prompts, two at once
     for prompt, result in zip(PROMPTS, together, strict=True):
         assert result.token_ids == engine.generate(prompt, max_tokens=24, **settings).token_ids
 

@@ -92,7 +92,7 @@ def both(engine: Engine, generate: Callable[[Engine], list[Generation]]) -> list
 
 def check(engine: Engine, prompts: list[list[int]], seen: Seen | None = None, **request: Any) -> list[Generation]:
     """One batch by both loops; returns the device's outputs."""
-    host, device = both(engine, lambda own: own.generate_batch(prompts, **request))
+    host, device = both(engine, lambda own: own.generate(prompts, **request))
     for expected, output in zip(host, device, strict=True):
         assert output.token_ids == expected.token_ids
         assert output.text == expected.text

@@ -22,6 +22,8 @@ from dflash_trt.runtime import device_step
 from dflash_trt.runtime.device_step import DeviceStep
 from dflash_trt.runtime.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("fixed_rows")
+
 
 class StandIn:
     """In place of a CUDA graph: the step runs as often as to capture it, and then at each replay."""
@@ -55,8 +57,8 @@ def test_each_step_is_captured_once_and_replayed(tmp_path: Path, monkeypatch: py
     steps = 0
     for sizes, branches in (((3,), 4), ((8,), 4), ((3, 8), 4), ((9,), 4), ((9,), 1), ((4, 4), 4)):
         prompts = prompts_of(engine, *sizes)
-        outputs = engine.generate_batch(prompts, max_tokens=15, branches=branches)
-        for output, plain in zip(outputs, expected.generate_batch(prompts, max_tokens=15), strict=True):
+        outputs = engine.generate(prompts, max_tokens=15, branches=branches)
+        for output, plain in zip(outputs, expected.generate(prompts, max_tokens=15), strict=True):
             assert output.token_ids == plain.token_ids
         steps += max(output.statistics.steps for output in outputs)
     assert len(graphs) == 3

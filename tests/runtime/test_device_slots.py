@@ -17,6 +17,8 @@ from dflash_trt.runtime import device_decode
 from dflash_trt.runtime.device_decode import DeviceDecodeBatch
 from dflash_trt.runtime.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("fixed_rows")
+
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_slots_serve_one_request_after_the_other(tmp_path: Path, system: str) -> None:
@@ -26,7 +28,7 @@ def test_slots_serve_one_request_after_the_other(tmp_path: Path, system: str) ->
     for sizes in ((3, 20, 9), (30,), (1, 2), (25,)):
         prompts = prompts_of(fresh, *sizes)
         fresh._free_slots.clear()
-        outputs, expected = ([*own.generate_batch(prompts, max_tokens=15)] for own in (engine, fresh))
+        outputs, expected = ([*own.generate(prompts, max_tokens=15)] for own in (engine, fresh))
         for output, other in zip(outputs, expected, strict=True):
             assert output.token_ids == other.token_ids
             assert output.statistics.acceptance_lengths == other.statistics.acceptance_lengths
@@ -94,7 +96,7 @@ def test_rows_that_are_not_active_keep_what_they_have(tmp_path: Path, system: st
     prompts = prompts_of(engine, 5, 12, 8)
     hint(engine, prompts)
     engine.device_step = True
-    sequences = [engine._sequence(prompt, decode_params()) for prompt in prompts]
+    sequences = [engine.sequence(prompt, decode_params()) for prompt in prompts]
     batch = engine._batch(sequences, engine._drafting(True, None))
     assert isinstance(batch, DeviceDecodeBatch)
     batch.prefill()
@@ -130,7 +132,7 @@ def test_rows_are_active_while_their_sequences_are(tmp_path: Path, system: str) 
     hint(engine, prompts)
     engine.device_step = True
     wanted = (decode_params(stop_token_ids=plain.token_ids[9:10]), decode_params(max_tokens=12), decode_params())
-    sequences = [engine._sequence(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
+    sequences = [engine.sequence(prompt, params) for prompt, params in zip(prompts, wanted, strict=True)]
     batch = engine._batch(sequences, engine._drafting(True, None))
     assert isinstance(batch, DeviceDecodeBatch)
     batch.prefill()

@@ -30,6 +30,8 @@ from dflash_trt.runtime.device_decode import DeviceDecodeBatch
 from dflash_trt.runtime.device_step import DeviceStep
 from dflash_trt.runtime.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("fixed_rows")
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tiny"
 
 
@@ -127,7 +129,7 @@ def test_no_pass_writes_beyond_its_cache(tmp_path: Path, system: str) -> None:
     for name in ("target", "drafter", "vp_drafter"):
         if getattr(engine, name) is not None:
             setattr(engine, name, Bounded(getattr(engine, name), capacity))
-    outputs = engine.generate_batch(prompts, max_tokens=1000)
+    outputs = engine.generate(prompts, max_tokens=1000)
     assert all(len(output.prompt_token_ids) + len(output.token_ids) == 20 for output in outputs)
     assert len(outputs[0].statistics.acceptance_lengths) < len(outputs[1].statistics.acceptance_lengths)
     assert engine.target.furthest > 20  # type: ignore[attr-defined]
@@ -138,7 +140,7 @@ def test_stop_tokens_and_strings_in_mid_block(tmp_path: Path, system: str) -> No
     engine = engine_of(tmp_path, system, max_batch_size=3)
     prompts = prompts_of(engine, 3, 9, 17)
     hint(engine, prompts, (0.9, 0.9))
-    wholes, in_block = engine.generate_batch(prompts, max_tokens=40), 0
+    wholes, in_block = engine.generate(prompts, max_tokens=40), 0
     for stop in {*wholes[0].token_ids[3:]}:
         for output, whole in zip(check(engine, prompts, max_tokens=40, stop_token_ids=[stop]), wholes, strict=True):
             ends = itertools.accumulate(whole.statistics.acceptance_lengths, initial=1)

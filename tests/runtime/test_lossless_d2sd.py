@@ -28,6 +28,8 @@ from runtime.triples import (
 import dflash_trt
 from dflash_trt.runtime.branching import PassCosts
 
+pytestmark = pytest.mark.usefixtures("fixed_rows")
+
 
 def test_d2sd_equals_token_by_token() -> None:
     """With every number of branches; and what it saw is worth something: branches win, siblings merge, trunks grow."""

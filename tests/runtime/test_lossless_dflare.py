@@ -86,6 +86,6 @@ def test_a_row_alone_equals_the_row_in_a_batch(tmp_path: Path) -> None:
     together = torch_engine(tmp_path / "t", tmp_path / "d", max_batch_size=3)
     rows = prompts(1, 7, 30, 2)
     for sampling in SAMPLING[:2]:
-        batch = together.generate_batch(rows, max_tokens=30, **sampling)
+        batch = together.generate(rows, max_tokens=30, **sampling)
         for prompt, row in zip(rows, batch, strict=True):
             assert alone.generate(prompt, max_tokens=30, **sampling).token_ids == row.token_ids

@@ -201,7 +201,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(tmp_path, speculation):
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 12, n).tolist() for n in (1, 7, 30, 2)]
     for sampling in SAMPLING[:3]:
-        batch = together.generate_batch(prompts, max_tokens=30, speculation=speculation, **sampling)
+        batch = together.generate(prompts, max_tokens=30, speculation=speculation, **sampling)
         for prompt, row in zip(prompts, batch, strict=True):
             single = alone.generate(prompt, max_tokens=30, speculation=speculation, **sampling)
             assert single.token_ids == row.token_ids
@@ -226,7 +226,7 @@ def test_rejected_rows_left_in_the_cache_never_matter(tmp_path):
                 for buffer in cache.buffers:
                     buffer[:, :, valid:] = 1e4
 
-    sequence = engine._sequence(prompt, decode_params(40))
+    sequence = engine.sequence(prompt, decode_params(40))
     batch = Poisoned(engine.target, engine.drafter, [sequence], engine.limits, engine.mask_token_id)
     with torch.inference_mode():
         batch.prefill()

@@ -49,7 +49,7 @@ class DrawsTwice(DecodeBatch):
     """A lossy verification: where the token drawn was not drafted, a second draw may still hit a draft."""
 
     def _chooser(self, row: int, tree: Any, outputs: Any) -> Callable[[int, tuple[int, ...]], int]:
-        choose, sequence = super()._chooser(row, tree, outputs), self.sequences[row]
+        choose, sequence = super()._chooser(row, tree, outputs), self.rows[row]
 
         def choose_again(node: int, path: tuple[int, ...]) -> int:
             token = choose(node, path)
@@ -87,7 +87,7 @@ def sample(engine: Engine, batches: int, temperature: float = 1.0, kind: type[De
     first = SEEDS[engine.system]
     for start in range(first, first + batches * ROWS, ROWS):
         sequences = [
-            engine._sequence(PROMPT, SamplingParams(temperature=temperature, seed=seed, max_tokens=TOKENS))
+            engine.sequence(PROMPT, SamplingParams(temperature=temperature, seed=seed, max_tokens=TOKENS))
             for seed in range(start, start + ROWS)
         ]
         kind(

@@ -147,7 +147,7 @@ def check(
 ) -> None:  # fmt: skip
     """All prompts as one batch, and the first one alone with its steps."""
     plain = hint(engine, prompts, accuracy, confidences, max_tokens=tokens, **sampling)
-    batch = engine.generate_batch(prompts, branches=branches, max_tokens=tokens, **sampling)
+    batch = engine.generate(prompts, branches=branches, max_tokens=tokens, **sampling)
     alone = engine.generate(prompts[0], branches=branches, trace=True, max_tokens=tokens, **sampling)
     for prompt, expected, drafted in zip([*prompts, prompts[0]], [*plain, plain[0]], [*batch, alone], strict=True):
         comparison = compare_outputs(engine, prompt, expected, drafted.token_ids, **sampling)

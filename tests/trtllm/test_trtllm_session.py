@@ -105,8 +105,8 @@ def test_decodes_are_those_of_torch(
 ) -> None:
     """Token for token and step for step, with and without speculation."""
     torch_engine, engine = dflash_trt.load(reference), load_engine(template, device="cpu")
-    expected = outcomes(torch_engine.generate_batch(prompts(torch_engine), **OPTIONS, **sampling))
-    assert outcomes(engine.generate_batch(prompts(engine), **OPTIONS, **sampling)) == expected
+    expected = outcomes(torch_engine.generate(prompts(torch_engine), **OPTIONS, **sampling))
+    assert outcomes(engine.generate(prompts(engine), **OPTIONS, **sampling)) == expected
     assert len({length for _, lengths in expected for length in lengths}) > 1
     plain = engine.generate(prompts(engine)[0], speculation=False, **OPTIONS, **sampling)
     assert plain.token_ids == expected[0][0]
@@ -123,8 +123,8 @@ def test_whole_steps_are_those_of_torch(
     engine.device_step = True
     for session in engine.sessions.values():
         session.whole_steps = True
-    expected = outcomes(dflash_trt.load(reference).generate_batch(prompts(engine), **OPTIONS))
-    assert outcomes(engine.generate_batch(prompts(engine), **OPTIONS)) == expected
+    expected = outcomes(dflash_trt.load(reference).generate(prompts(engine), **OPTIONS))
+    assert outcomes(engine.generate(prompts(engine), **OPTIONS)) == expected
     for llm_engine in trt.engines:
         _decode, _prefill, captured = llm_engine.contexts
         assert Session.runs.count(captured) > 5
@@ -132,7 +132,7 @@ def test_whole_steps_are_those_of_torch(
 
 def test_every_pass_is_the_sessions_with_caches_in_place(template: Path, trt: TensorRT) -> None:
     engine = load_engine(template, device="cpu")
-    engine.generate_batch(prompts(engine), **OPTIONS)
+    engine.generate(prompts(engine), **OPTIONS)
     assert len(trt.engines) == 3
     for llm_engine, graph in zip(trt.engines, (s.graph for s in engine.sessions.values()), strict=True):
         ran = [context._execution for context in llm_engine.contexts]
