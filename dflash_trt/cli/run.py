@@ -44,6 +44,8 @@ _BRANCHES = _BranchCount()
 @click.option("--frequency-penalty", type=float, default=0.0, help="Subtracted per occurrence in the output.")
 @click.option("--seed", type=int, help="Repeats a sampled output.")
 @click.option("--stop", multiple=True, help="Text that ends the output; may be given several times.")
+@click.option("--bad-word", "bad_words", multiple=True, help="Text not to write; may be given several times.")
+@click.option("--min-tokens", type=int, default=0, help="New tokens before one may end the output; 0 is off.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens.")
 @click.option("--branches", type=_BRANCHES, help="Branches per step (D2SD), or auto.  [default: as built]")
 @click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
@@ -56,6 +58,7 @@ def command(
     bundle: Path,
     prompt: str | None,
     prompt_file: Path | None,
+    bad_words: tuple[str, ...],
     branches: Branches | None,
     speculation: bool,
     chat: bool,
@@ -80,6 +83,7 @@ def command(
 
     engine = load_engine(bundle, threads=threads, device=device)
     tokens = _encode(engine, text, chat)
+    sampling["bad_token_ids"] = engine.tokenizer.bad_words(bad_words)
     started = time.perf_counter()
     generation = None
     options: dict[str, Any] = {"speculation": speculation, "branches": branches, "trace": trace is not None, **sampling}
@@ -161,10 +165,11 @@ def _utf8(data: bytes, where: str) -> str:
 
 
 def _encode(engine: Engine, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return engine.tokenizer.encode(text)
-    rendered = engine.tokenizer.apply_chat([{"role": "user", "content": text}])
-    return engine.tokenizer.encode(rendered, add_special_tokens=False)
+    tokenizer = engine.tokenizer
+    if chat:
+        text = tokenizer.apply_chat([{"role": "user", "content": text}])
+    tokenizer.check_length(text, engine.limits.max_input_len)
+    return tokenizer.encode(text, add_special_tokens=not chat)
 
 
 def _result(generation: Generation, seconds: float) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def decision_margin(engine: Engine, prompt: Sequence[int], output: Sequence[int]
     history = History(prompt)
     history.extend(output)
     logits = last_logits(engine, tokens)
-    return Sampler(params).decision_margin(logits, len(tokens), history)
+    return Sampler(params, params.end_token_ids(engine.eos_token_ids)).decision_margin(logits, len(tokens), history)
 
 
 def last_logits(engine: Engine, tokens: Sequence[int]) -> np.ndarray:

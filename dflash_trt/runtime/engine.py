@@ -244,6 +244,7 @@ class Engine:
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError("is empty", where="prompt", mend="Give some text")
+            self.tokenizer.check_length(prompt, self.limits.max_input_len)
             ids = self.tokenizer.encode(prompt)
         else:
             ids = [int(token) for token in prompt]

@@ -6,8 +6,8 @@ give. No policy changes an output token: the target decides those.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
+import math
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -85,53 +85,54 @@ class FixedPlan:
         """Learns nothing."""
 
 
-_TIMES = 15  # how many times of a pass are kept
 _REACH = 4  # how many times larger than the largest pass that was measured another may be
+# Variances of logarithms of times:
+_UNKNOWN = 0.25  # of a pass that was never measured
+_SEEDED = 0.05  # of one that was measured when the bundle was built
+_NOISE = 0.02  # of one time from the next
+_DRIFT = 1e-5  # of what a pass takes, from one step to the next
+_PACE_DRIFT = 2e-3  # of the pace of the machine
+_OUTLIER = 3.0  # standard deviations that a surprise counts for at most
 
 
-class PassCost:
-    """Seconds of a pass by its sequences and the new tokens of each: of those measured the median.
+@dataclass
+class _Time:
+    """Logarithm of the seconds of one pass at the usual pace, how uncertain it was, and after which step."""
 
-    The others lie on a rising line over rows * (size + 1): a sequence costs about as much as another token, since it
-    has a context of its own to read. Between two that were measured the line runs midway between their chord and the least
-    possible, which is that a larger pass does more tokens per second: so what is not known looks worth a try.
+    value: float
+    variance: float
+    step: int
+
+
+class _Curve:
+    """Seconds of passes of one graph by their sequences and the new tokens of each.
+
+    Those not measured lie on a rising line over rows * (size + 1): a sequence costs about as much as another token,
+    since it has a context of its own to read. Between two that were measured the line runs midway between their chord
+    and the least possible, which is that a larger pass does more tokens per second: so they look worth a try.
     """
 
-    def __init__(self, seeds: Sequence[tuple[int, float]] = ()) -> None:
-        """`seeds`: (tokens, seconds) of passes over one sequence."""
-        self._times: dict[tuple[int, int], deque[float]] = {}
-        self._medians: dict[tuple[int, int], float] = {}
-        self._largest = 0
+    def __init__(self, seeds: Sequence[tuple[int, float]]) -> None:
+        self._times: dict[tuple[int, int], _Time] = {}
+        self.largest = 0
         self._line: tuple[list[int], list[float]] | None = None
         for tokens, seconds in seeds:
-            self.observe(1, tokens, seconds)
+            self.put(1, tokens, _Time(math.log(seconds), _SEEDED, 0))
 
-    def observe(self, rows: int, size: int, seconds: float) -> None:
-        """Takes in one pass."""
-        times = self._times.setdefault((rows, size), deque(maxlen=_TIMES))
-        times.append(seconds)
-        self._medians[rows, size] = sorted(times)[(len(times) - 1) // 2]  # of two the lower: first passes are slow
-        self._largest = max(self._largest, rows * (size + 1))
+    def put(self, rows: int, size: int, time: _Time) -> None:
+        """Notes what a pass takes."""
+        self._times[rows, size] = time
+        self.largest = max(self.largest, rows * (size + 1))
         self._line = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether any pass was measured."""
-        return bool(self._medians)
-
-    def count(self, rows: int, size: int) -> int:
-        """How often such a pass was measured lately."""
-        return len(self._times.get((rows, size), ()))
-
-    def reaches(self, rows: int, size: int) -> bool:
-        """Whether such a pass is not much larger than the largest that was measured."""
-        return rows * (size + 1) <= _REACH * self._largest
+    def time(self, rows: int, size: int) -> _Time | None:
+        """What is known of a pass itself."""
+        return self._times.get((rows, size))
 
     def seconds(self, rows: int, size: int) -> float:
-        """What such a pass is expected to take; needs one that was measured."""
-        usual = self._on_line(rows * (size + 1))
-        count = self.count(rows, size)
-        return usual if not count else (count * self._medians[rows, size] + usual) / (count + 1)
+        """Of such a pass at the usual pace."""
+        time = self._times.get((rows, size))
+        return self._on_line(rows * (size + 1)) if time is None else math.exp(time.value)
 
     def _on_line(self, x: int) -> float:
         xs, ys = self._line = self._line or self._fit()
@@ -146,12 +147,73 @@ class PassCost:
     def _fit(self) -> tuple[list[int], list[float]]:
         """What was measured, made rising: halfway between the least that is above it and the greatest below."""
         at: dict[int, list[float]] = {}
-        for (rows, size), median in self._medians.items():
-            at.setdefault(rows * (size + 1), []).append(median)
+        for (rows, size), time in self._times.items():
+            at.setdefault(rows * (size + 1), []).append(math.exp(time.value))
         xs = sorted(at)
         means = [sum(at[x]) / len(at[x]) for x in xs]
         above, below = accumulate(means, max), list(accumulate(reversed(means), min))[::-1]
         return xs, [(high + low) / 2 for high, low in zip(above, below, strict=True)]
+
+
+class StepTimes:
+    """Seconds of the passes and of the host, learnt from steps, at the usual pace of the machine.
+
+    A pass takes its own time, which hardly changes, times the pace of the machine, which does when others use it. A
+    surprise is put down to either by how uncertain it is (a Kalman filter of the logarithms, without the covariances):
+    so plans compare well that ran at different times.
+    """
+
+    def __init__(self, costs: PassCosts | None) -> None:
+        """`costs`: of passes over one sequence."""
+        seeds: dict[Stage, Sequence[tuple[int, float]]] = {"host": ()}
+        if costs is not None:
+            seeds |= {"draft": costs.draft, "redraft": costs.redraft, "verify": costs.verify}
+        self._curves: dict[Stage, _Curve] = {
+            stage: _Curve(seeds.get(stage, ())) for stage in ("draft", "redraft", "verify", "host")
+        }
+        self._step = 0
+        self._pace, self._pace_variance = 0.0, _PACE_DRIFT
+
+    @property
+    def pace(self) -> float:
+        """How much slower than usual everything is."""
+        return math.exp(self._pace)
+
+    def knows(self, stage: Stage) -> bool:
+        """Whether any such pass was measured."""
+        return self._curves[stage].largest > 0
+
+    def seconds(self, stage: Stage, rows: int, size: int) -> float:
+        """Of a pass over so many sequences, with so many new tokens of each; needs a stage that is known."""
+        return self._curve(stage).seconds(rows, size)
+
+    def reaches(self, stage: Stage, rows: int, size: int) -> bool:
+        """Whether such a pass is not much larger than the largest that was measured."""
+        return rows * (size + 1) <= _REACH * self._curve(stage).largest
+
+    def observe(self, rows: int, sizes: Mapping[Stage, int], seconds: Mapping[Stage, float]) -> None:
+        """Takes in passes of one step."""
+        self._step += 1
+        self._pace_variance += _PACE_DRIFT
+        whole = sum(seconds[stage] for stage in sizes)
+        for stage, size in sizes.items():
+            curve, measured = self._curves[stage], math.log(seconds[stage])
+            time = curve.time(rows, size)
+            if time is None:
+                known = self.knows(stage)
+                first = math.log(self.seconds(stage, rows, size)) if known else measured - self._pace
+                time = _Time(first, _UNKNOWN if known else 4 * _UNKNOWN, self._step)
+            own = time.variance + _DRIFT * (self._step - time.step)
+            variance = own + self._pace_variance + _NOISE * whole / seconds[stage]  # short passes tell less of the pace
+            most = _OUTLIER * math.sqrt(variance)
+            surprise = max(-most, min(most, measured - time.value - self._pace))
+            curve.put(rows, size, _Time(time.value + own / variance * surprise, own * (1 - own / variance), self._step))
+            self._pace += self._pace_variance / variance * surprise
+            self._pace_variance *= 1 - self._pace_variance / variance
+
+    def _curve(self, stage: Stage) -> _Curve:
+        """As long as nothing is known of re-drafts, they cost what first drafts of as many tokens do."""
+        return self._curves["draft" if stage == "redraft" and not self.knows(stage) else stage]
 
 
 _MEMORY = 0.97  # per step, of what is known of drafts
@@ -227,8 +289,6 @@ class YieldModel:
         return (count / self._most) ** 0.5
 
 
-_SURE = 5
-_PACE = 0.3
 _HOLD = 8  # steps for which a choice stands
 _MARGIN = 1.03  # how much faster another plan must look
 _TRIAL = 2  # steps of a trial
@@ -281,14 +341,8 @@ class AdaptivePlan:
         self._limits = limits
         self._plans = {plan: pass_sizes(limits, plan) for plan in candidates(limits, branches)}
         self._yield = YieldModel(limits, branches)
-        self._costs: dict[Stage, PassCost] = {
-            "draft": PassCost(costs.draft if costs else ()),
-            "redraft": PassCost(costs.redraft if costs else ()),
-            "verify": PassCost(costs.verify if costs else ()),
-            "host": PassCost(),
-        }
+        self._times = StepTimes(costs)
         self._steps = 0
-        self._pace = 1.0
         self._choices: dict[int, _Choice] = {}
         self._tried: dict[tuple[int, Plan], _Tried] = {}
         self._trial: _Trial | None = None
@@ -297,9 +351,9 @@ class AdaptivePlan:
         self._catching_up: float | None = None  # seconds per row, of injecting what waited
 
     def plan(self, rows: int) -> Plan:
-        if not self._costs["host"].is_known:
+        if not self._times.knows("host"):
             return OFF
-        if not self._costs["draft"].is_known:
+        if not self._times.knows("draft"):
             return Plan(1, 0)
         choice = self._choices.get(rows)
         if choice is None or self._steps >= choice.until:
@@ -373,24 +427,20 @@ class AdaptivePlan:
 
     def _seconds(self, rows: int, plan: Plan) -> float:
         """Of a step, and its part of catching up."""
-        step = sum(self._cost(stage).seconds(rows, size) for stage, size in self._plans[plan].items())
+        step = sum(self._times.seconds(stage, rows, size) for stage, size in self._plans[plan].items())
         return step + self._catch_up(rows, plan) / _HORIZON
 
     def _rate(self, rows: int, plan: Plan, seconds: float) -> float:
         """Expected tokens per second; 0 where the passes are far larger than any that was measured."""
-        known = all(self._cost(stage).reaches(rows, size) for stage, size in self._plans[plan].items())
+        known = all(self._times.reaches(stage, rows, size) for stage, size in self._plans[plan].items())
         return rows * self._yield.tokens(plan) / max(seconds, 1e-12) if known or plan == OFF else 0.0
-
-    def _cost(self, stage: Stage) -> PassCost:
-        """As long as nothing is known of a re-draft, it costs what a first draft of its tokens does."""
-        return self._costs["draft" if stage == "redraft" and not self._costs[stage].is_known else stage]
 
     def _catch_up(self, rows: int, plan: Plan) -> float:
         """Seconds of injecting the features of steps without speculation."""
         if not plan.drafts or self._waiting["draft"] <= 1:
             return 0.0
         usual = self._catching_up
-        return rows * (self._costs["draft"].seconds(1, self._limits.block_size) if usual is None else usual)
+        return rows * (self._times.seconds("draft", 1, self._limits.block_size) if usual is None else usual)
 
     def _observe_costs(self, outcome: StepOutcome) -> None:
         """Learns from passes of the planned size; a drafter's pass with features of several steps is not one."""
@@ -405,24 +455,14 @@ class AdaptivePlan:
             seconds = outcome.seconds[stage]
             late = stage in self._waiting and self._waiting[stage] > 2
             if stage == "draft" and late:
-                excess = max(0.0, seconds / self._pace - self._costs[stage].seconds(rows, size)) / rows
+                excess = max(0.0, seconds / self._times.pace - self._times.seconds(stage, rows, size)) / rows
                 known = self._catching_up
                 self._catching_up = excess if known is None else known + 0.3 * (excess - known)
             if stage in self._waiting:
                 self._waiting[stage] = 0
             if whole and not late:
                 sized[stage] = size
-        self._observe_pace(rows, sized, outcome.seconds)
-        for stage, size in sized.items():
-            self._costs[stage].observe(rows, size, outcome.seconds[stage] / self._pace)
-
-    def _observe_pace(self, rows: int, sizes: Mapping[Stage, int], seconds: Mapping[Stage, float]) -> None:
-        known = [stage for stage, size in sizes.items() if self._costs[stage].count(rows, size) >= _SURE]
-        if not known:
-            return
-        expected = sum(self._costs[stage].seconds(rows, sizes[stage]) for stage in known) * self._pace
-        ratio = sum(seconds[stage] for stage in known) / max(expected, 1e-12)
-        self._pace *= min(2.0, max(0.5, ratio)) ** _PACE
+        self._times.observe(rows, sized, outcome.seconds)
 
 
 def candidates(limits: Limits, branches: int) -> list[Plan]:

@@ -29,7 +29,7 @@ def _refused(outcome, *words: str) -> None:
     [
         (("--prompt", ""), ["prompt", "empty"]),
         (("--prompt", "a" * 96), ["96 tokens", "at most 95", "--max-input-len"]),
-        (("--prompt", "a" * 5000), ["5000 tokens"]),
+        (("--prompt", "a" * 5000), ["at least 385 tokens", "at most 95", "--max-input-len"]),  # one may have 13 bytes
         (("--prompt", "a\udcff"), ["Unicode"]),
         (("--prompt", "a", "--max-tokens", 0), ["max_tokens", "0"]),
         (("--prompt", "a", "--max-tokens", -3), ["max_tokens", "-3"]),
@@ -44,6 +44,9 @@ def _refused(outcome, *words: str) -> None:
         (("--prompt", "a", "--seed", -1), ["seed", "-1"]),
         (("--prompt", "a", "--seed", 2**64), ["seed"]),
         (("--prompt", "a", "--stop", ""), ["stop"]),
+        (("--prompt", "a", "--bad-word", ""), ["bad_words[0]", "empty"]),
+        (("--prompt", "a", "--min-tokens", -1), ["min_tokens", "-1"]),
+        (("--prompt", "a", "--min-tokens", 9, "--max-tokens", 8), ["min_tokens", "max_tokens (8)"]),
         (("--prompt", "a", "--repetition-penalty", 0), ["repetition_penalty"]),
         (("--prompt", "a", "--prompt-file", "/dev/null"), ["--prompt", "--prompt-file"]),
         (("--prompt-file", "/nowhere/prompt.txt"), ["/nowhere/prompt.txt", "No such file"]),

@@ -14,7 +14,7 @@ OPTIONS = {
     "build": "target drafter vp-drafter output backend config dtype max-batch-size max-seq-len max-input-len "
     "block-size branches dump-ir no-verify force",
     "run": "prompt prompt-file max-tokens temperature top-k top-p seed stop no-speculation chat no-chat json "
-    "branches trace",
+    "branches trace bad-word min-tokens",
     "inspect": "json",
     "verify": "json",
     "doctor": "json",

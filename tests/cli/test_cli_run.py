@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from makers import edit_json
 from tokenizers import Tokenizer
 
 CONTRACT = {
@@ -119,6 +120,36 @@ def test_stop_cuts_the_text_before_the_string(generate):
     assert cut["finish_reason"] == "stop"
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
     assert len(cut["token_ids"]) < 40
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_bad_word_does_not_come(generate, settings):
+    whole = generate("--max-tokens", 40, *settings)["text"]
+    words = [letter for letter in whole if letter.isascii() and letter.isprintable()][:3]
+    options = [option for word in words for option in ("--bad-word", word)]
+    drafted, plain = (generate("--max-tokens", 40, *settings, *options, *more) for more in ((), ("--no-speculation",)))
+    assert not any(word in drafted["text"] for word in words)
+    assert drafted["token_ids"] == plain["token_ids"]
+
+
+def test_a_minimum_puts_off_the_end(run_cli, pair, tmp_path):
+    import shutil
+
+    import dflash_trt
+
+    target = Path(shutil.copytree(pair.target, tmp_path / "target"))
+    edit_json(target / "config.json", eos_token_id=list(range(0, 320, 3)))
+    (target / "generation_config.json").unlink()
+    output = tmp_path / "bundle"
+    dflash_trt.build(target=target, drafter=pair.drafter, output=output, backend="torch", verify=False)
+
+    def run(*options: object) -> dict:
+        return json.loads(run_cli("run", output, "--prompt", PROMPT, "--json", *SAMPLED, *options).out)
+
+    early, late = run(), run("--min-tokens", 30)
+    assert len(early["token_ids"]) < 30 <= len(late["token_ids"])
+    assert (early["finish_reason"], late["finish_reason"]) == ("stop", "stop")
+    assert late["token_ids"] == run("--min-tokens", 30, "--no-speculation")["token_ids"]
 
 
 def test_the_prompt_may_come_from_option_file_or_stdin(run_cli, generate, bundle, tmp_path):

@@ -115,7 +115,7 @@ def test_greedy_takes_the_first_of_ties_and_copies_nothing(monkeypatch: pytest.M
     logits.flags.writeable = False
     sampler = Sampler(SamplingParams())
     assert sampler.choose(logits, 5) == 1 == int(torch.from_numpy(logits.copy()).argmax())
-    assert sampler._penalised(logits, None, ()) is logits
+    assert sampler._processed(logits, None, ()) is logits
     assert sampler.decision_margin(logits, 5) == 0
     assert sampler.distribution(logits).tolist() == [0, 1, 0, 0]
     assert sampler.params.is_plain_greedy
