@@ -104,6 +104,7 @@ class Drafter:
         self.cache = session.new_cache(batch, capacity)
         self._injected = np.zeros(batch, np.int64)
         self._pending: list[list[Array]] = [[] for _ in range(batch)]
+        self._waiting = [0] * batch  # features in all pieces of `_pending`
         self._nothing: Array = None  # no features [0, T*H], for rows without pending ones
 
     @property
@@ -117,21 +118,23 @@ class Drafter:
 
     def free(self, row: int) -> None:
         """Forgets a row's sequence."""
-        self._injected[row], self._pending[row] = 0, []
+        self._injected[row], self._pending[row], self._waiting[row] = 0, [], 0
 
     def move_row(self, source: int, destination: int) -> None:
         """Gives a row's sequence another row."""
         self.cache.copy_row(source, destination, int(self._injected[source]))
-        self._injected[destination], self._pending[destination] = self._injected[source], self._pending[source]
+        self._injected[destination] = self._injected[source]
+        self._pending[destination], self._waiting[destination] = self._pending[source], self._waiting[source]
         self.free(source)
 
     def pending(self, row: int) -> int:
         """How many features of `row` wait."""
-        return sum(len(piece) for piece in self._pending[row])
+        return self._waiting[row]
 
     def accept(self, row: int, features: Array) -> None:
         """Takes features [n, T*H] of tokens just committed, and keeps them: the next pass injects them."""
         self._pending[row].append(features)
+        self._waiting[row] += len(features)
 
     def overdue(self, row: int, size: int) -> bool:
         """Whether `size` features more would be too many to inject in one pass."""
@@ -141,7 +144,7 @@ class Drafter:
         """Writes a row's waiting features into its cache, in a pass of their own."""
         size, pieces = self.pending(row), self._pending[row]
         self.prefill(row, self._session.stack([pieces], size), size)
-        self._pending[row] = []
+        self._pending[row], self._waiting[row] = [], 0
 
     def prefill(self, row: int, features: Array, size: int) -> None:
         """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
@@ -188,7 +191,7 @@ class Drafter:
         drafts = {}
         for row, block in blocks.items():
             self._injected[row] += lengths[row]
-            self._pending[row] = []
+            self._pending[row], self._waiting[row] = [], 0
             own = len(block.ids)
             confidence = results["confidence"][row, :own].astype(np.float64)
             if np.isfinite(confidence).all():

@@ -7,9 +7,9 @@ give. No policy changes an output token: the target decides those.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -140,7 +140,7 @@ class _Curve:
         if at == 0:
             return ys[0]
         if at == len(xs):
-            return ys[-1] + ((ys[-1] - ys[0]) * (x - xs[-1]) / (xs[-1] - xs[0]) if len(xs) > 1 else 0.0)
+            return ys[-1] + ((ys[-1] - ys[0]) * (x - xs[-1]) / (xs[-1] - xs[0]) / 2 if len(xs) > 1 else 0.0)
         (x0, x1), (y0, y1) = xs[at - 1 : at + 1], ys[at - 1 : at + 1]
         return (y0 + (y1 - y0) * (x - x0) / (x1 - x0) + max(y0, y1 * x / x1)) / 2
 
@@ -323,7 +323,7 @@ class _Tried:
     """Trials of a plan with about the same number of rows."""
 
     steps: int = 0
-    last: int = field(default=-(10**6))
+    last: int = 0
 
 
 class AdaptivePlan:
@@ -373,13 +373,12 @@ class AdaptivePlan:
         spent = choice.seconds[plan]
         lost = spent - sum(outcome.yielded) / max(choice.rates[choice.best], 1e-12) if plan != choice.best else 0.0
         most = _CREDIT * choice.seconds[choice.best]
-        trial = self._trial
-        charged = 0.0 if trial is None or trial.free else lost
-        self._credit = max(-most, min(most, self._credit + _SHARE * spent - charged))
-        if trial is not None:
-            trial.left -= 1
-            trial.lost += lost
-            if trial.left <= 0 and (trial.lost >= 0 or trial.left <= -_EXTENSION):
+        self._credit = min(most, self._credit + _SHARE * spent)
+        if self._trial is not None:
+            self._trial.left -= 1
+            self._trial.lost += lost
+            if self._trial.left <= 0 and (self._trial.lost >= 0 or self._trial.left <= -_EXTENSION):
+                self._credit -= 0 if self._trial.free else max(0.0, self._trial.lost)
                 self._trial = None
                 self._choices.clear()
 
@@ -413,14 +412,16 @@ class AdaptivePlan:
             others = [max((plan for plan in self._plans if plan.drafts), key=lambda plan: choice.rates[plan])]
         else:
             others = [plan for plan in self._plans if plan != choice.best]
-        overdue = {}
+        due, dues = None, 0.0
         for plan in others:
             age = self._steps - self._record(rows, plan).last if choice.best != OFF else self._waiting["draft"]
             step = choice.seconds[plan] * (1 - choice.rates[plan] / choice.rates[choice.best])
             loss = _TRIAL * max(step, 0.0) + self._catch_up(rows, plan)
-            if age >= _REST and loss <= self._credit:
-                overdue[plan] = age / (loss + 0.01 * choice.seconds[plan])
-        return _Trial(max(overdue, key=lambda plan: overdue[plan]), _TRIAL) if overdue else None
+            urgency = age / (loss + 0.01 * choice.seconds[plan])
+            if age >= _REST and urgency > dues:
+                due, dues = _Trial(plan, _TRIAL), urgency
+                affordable = loss <= self._credit
+        return due if due is not None and affordable else None
 
     def _record(self, rows: int, plan: Plan) -> _Tried:
         return self._tried.setdefault((rows.bit_length(), plan), _Tried())
