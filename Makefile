@@ -10,6 +10,7 @@ PLUGINS := build/plugins/libdflash_trt_plugins.so
 LEAN := build/tensorrt-lean-10.16 build/tensorrt-lean-11.4
 RTX_VERSION := 1.7.1.116
 RTX := build/tensorrt-rtx-$(RTX_VERSION)
+SERVER := build/tritonserver-0.7.0
 
 .PHONY: demo test lint setup plugins clean
 
@@ -41,19 +42,29 @@ $(LEAN): | $(INSTALLED)
 $(RTX): | $(INSTALLED)
 	$(PIP_TARGET) $@ $(foreach part,tensorrt-rtx-cu13 tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings,$(part)==$(RTX_VERSION))
 
+# tritonserver with its Python backend, which makes arrays of NumPy 1 alone: the models it runs get that one.
+$(SERVER): | $(INSTALLED)
+	$(PIP_TARGET) $@ nvidia-pytriton==0.7.0 numpy==1.26.4
+
 plugins: $(PLUGINS)
 
 $(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build/kernel-lens
 	$(BIN)/dflash-trt plugins build --output $(@D) --tensorrt-root build/kernel-lens/kernel_lens/include/tensorrt
 
 # Kernels and plugins are built and tested where they can be, and engines compiled. Elsewhere their tests are skipped, and
-# those of the kernels, which need triton, are left out. What is there must not be skipped: TENSORRT_RTX names it.
+# those of the kernels, which need triton, are left out. What is there must not be skipped: TENSORRT_RTX and TRITONSERVER
+# name it.
 ifeq ($(shell uname -s),Linux)
 test: $(RTX)
 test: export TENSORRT_RTX = $(abspath $(RTX))
 ifneq ($(shell command -v c++),)
 NATIVE := $(PLUGINS) $(LEAN)
 endif
+endif
+# There is no NumPy 1 for Python 3.13.
+ifeq ($(shell $(PYTHON) -c 'import platform as p, sys; print(p.system(), p.machine(), sys.version_info < (3, 13))'),Linux x86_64 True)
+test: $(SERVER)
+test: export TRITONSERVER = $(abspath $(SERVER))
 endif
 
 lint: $(INSTALLED)

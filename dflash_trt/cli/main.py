@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "Show what a checkpoint, a graph or a bundle is; draw a trace.",
     "verify": "Check a bundle's numbers, losslessness and acceptance.",
     "plugins": "Build the TensorRT plugin library, or show where it is.",
+    "triton": "Write a model repository for Triton Inference Server.",
     "trtllm": "Serve a drafter with TensorRT-LLM.",
     "doctor": "Show what this machine can build and run.",
 }

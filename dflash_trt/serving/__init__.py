@@ -1,0 +1,1 @@
+"""Serving with Triton Inference Server: the model repository, and the models inside it."""

@@ -1,0 +1,188 @@
+"""Writing a model repository for Triton Inference Server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dflash_trt.bundle import BundleInfo
+from dflash_trt.errors import UsageError
+from dflash_trt.loading import Device, open_info
+from dflash_trt.output import atomic_output
+from dflash_trt.runtime.scheduler import DEFAULT_QUEUE
+from dflash_trt.runtime.speculation import Speculation
+from dflash_trt.runtime.trace import Branches
+from dflash_trt.serving import configs
+from dflash_trt.serving.check import CONFIG, check_repository
+from dflash_trt.serving.pbtxt import dump
+from dflash_trt.serving.texts import Described, dockerfile_text, readme_text, requirements_text
+
+Layout = Literal["ensemble", "single"]
+
+HEAD = "# Written by dflash-trt for Triton Inference Server: see README.md in the folder above.\n"
+MODULES = {
+    configs.PREPROCESSING: "preprocessing",
+    configs.POSTPROCESSING: "postprocessing",
+    configs.ENGINE: "token_model",
+}
+TOP_FILES = ("README.md", "Dockerfile", "requirements.txt")
+WHEELS = "dflash_trt-*.whl"
+_ENSEMBLE_NOTE = """\
+An ensemble has no code of its own, but Triton wants a version folder. This file keeps it there: git and archives lose
+empty folders.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How the bundle is served.
+
+    Attributes:
+        copy: the bundle is put into the repository, else found by a relative path.
+        branches: of D2SD; None for as many as the bundle was built for.
+        max_queue: requests that may wait for a slot.
+        threads: of a CPU; 0 lets the backend choose.
+        chat: each text is a user's message, put into the chat template.
+    """
+
+    layout: Layout = "ensemble"
+    copy: bool = False
+    speculation: Speculation = "auto"
+    branches: Branches | None = None
+    max_queue: int = DEFAULT_QUEUE
+    threads: int = 0
+    device: Device = "cpu"
+    chat: bool = False
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What was written: the folder, its models, and the bundle they serve."""
+
+    folder: Path
+    models: tuple[str, ...]
+    bundle: Path
+    info: BundleInfo
+
+
+def write_repository(bundle: Path, output: Path, options: Options, *, force: bool = False) -> Repository:
+    """Writes the repository of a bundle to `output`, checked, or not at all.
+
+    Args:
+        force: replace an earlier repository at `output`.
+
+    Raises:
+        BundleError: the bundle is missing or damaged, or `output` is in the way.
+        UsageError: an option that the bundle cannot have.
+    """
+    bundle, folder = bundle.resolve(), output.absolute().parent.resolve() / output.name
+    info = open_info(bundle)
+    _check_options(info, options)
+    if folder.is_relative_to(bundle):
+        what = "lies in the bundle, which must stay as it was built"
+        raise UsageError(what, where=f"--output {output}", mend="Choose another place")
+    with atomic_output(folder, force=force, kind="a repository of dflash-trt alone", is_one=is_repository) as temporary:
+        models = _models(bundle, folder, options)
+        for config in models:
+            _write_model(temporary / config["name"], config, options.layout)
+        if options.copy:
+            _link_tree(bundle, temporary / configs.ENGINE / "1" / "bundle")
+        names = tuple(config["name"] for config in models)
+        described = Described(info, names, names[-1], options.copy, bundle, folder)
+        (temporary / "README.md").write_text(readme_text(described), encoding="utf-8")
+        (temporary / "Dockerfile").write_text(dockerfile_text(described), encoding="utf-8")
+        (temporary / "requirements.txt").write_text(requirements_text(info.backend), encoding="utf-8")
+        for wheel in folder.glob(WHEELS):  # put there for the Dockerfile
+            shutil.copy2(wheel, temporary)
+        check_repository(temporary)
+    return Repository(folder, names, bundle, info)
+
+
+def is_repository(folder: Path) -> bool:
+    """Whether a folder is what `write_repository` writes, and nothing else."""
+    ours = {configs.PREPROCESSING, configs.ENGINE, configs.POSTPROCESSING, configs.ENSEMBLE, *TOP_FILES}
+    try:
+        names = {path.name for path in folder.iterdir() if not path.match(WHEELS)}
+        return names <= ours and (folder / configs.ENGINE / CONFIG).read_text(encoding="utf-8").startswith(HEAD)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_options(info: BundleInfo, options: Options) -> None:
+    if options.max_queue < 0:
+        raise UsageError(f"{options.max_queue} must be at least 0", where="--max-queue", mend="Use more")
+    branches, built = options.branches, info.limits.branches
+    if branches is None:
+        return
+    if options.speculation == "off":
+        raise UsageError("there are none in token-by-token decoding", where="--branches", mend="Leave it out")
+    if info.vp_drafter is None:
+        mend = "Build it with --vp-drafter, or leave --branches out"
+        raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
+    if branches == "auto":
+        if built and info.costs is None:
+            mend = "Build it without --no-verify, or give a number"
+            raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
+    elif not 0 <= branches <= built:
+        what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
+        raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
+
+
+def _models(bundle: Path, folder: Path, options: Options) -> list[configs.Config]:
+    engine = {
+        "bundle": _bundle_path(bundle, folder, configs.ENGINE, options.copy),
+        "speculation": options.speculation,
+        "branches": "built" if options.branches is None else str(options.branches),
+        "max_queue": str(options.max_queue),
+        "threads": str(options.threads),
+        "device": options.device,
+        "exclude_input_in_output": "true",
+    }
+    text = {"chat": "true" if options.chat else "false", "add_special_tokens": "true"}
+    if options.layout == "single":
+        return [configs.text_model(engine | text)]
+    text = {"bundle": _bundle_path(bundle, folder, configs.PREPROCESSING, options.copy)} | text
+    return [
+        configs.preprocessing(text),
+        configs.token_model(engine),
+        configs.postprocessing(),
+        configs.ensemble(),
+    ]
+
+
+def _bundle_path(bundle: Path, folder: Path, model: str, copy: bool) -> str:
+    """Relative to the model's folder.
+
+    A copy lies in the version folder of `dflash_trt`: elsewhere Triton would take it for a model, or for a version.
+    """
+    target = folder / configs.ENGINE / "1" / "bundle" if copy else bundle
+    return Path(os.path.relpath(target, folder / model)).as_posix()
+
+
+def _write_model(folder: Path, config: Mapping[str, object], layout: Layout) -> None:
+    version = folder / "1"
+    version.mkdir(parents=True)
+    (folder / CONFIG).write_text(HEAD + dump(config), encoding="utf-8")
+    name = folder.name
+    if name == configs.ENSEMBLE:
+        (version / "README.md").write_text(_ENSEMBLE_NOTE, encoding="utf-8")
+        return
+    module = "text_model" if layout == "single" else MODULES[name]
+    code = f"from dflash_trt.serving.{module} import TritonPythonModel\n\n__all__ = [\"TritonPythonModel\"]\n"
+    (version / "model.py").write_text(code, encoding="utf-8")
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    """The files of a folder as hard links, which take no room; as copies where the filesystem has none."""
+
+    def link(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copy2(file, to)
+
+    shutil.copytree(source, target, copy_function=link)
