@@ -64,6 +64,10 @@ class QueueFullError(RequestError):
     """A request that is refused since as many wait as may: it can be tried again."""
 
 
+class EngineClosedError(RequestError):
+    """A request to an engine that was closed, or that was there when it was."""
+
+
 class CheckFailed(DflashError):  # noqa: N818 - not an error: the check worked, its answer is no
     """A check ran and its answer is no (exit code 1)."""
 

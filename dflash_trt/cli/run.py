@@ -12,22 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dflash_trt.cli.branch_count import BranchCount
 from dflash_trt.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from dflash_trt.loading import Device
     from dflash_trt.runtime.engine import Engine, Generation
     from dflash_trt.runtime.trace import Branches
-
-
-class _BranchCount(click.ParamType):
-    name = "integer|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Branches:
-        return "auto" if value == "auto" else click.INT.convert(value, param, ctx)
-
-
-_BRANCHES = _BranchCount()
 
 
 @click.command("run")
@@ -47,7 +38,7 @@ _BRANCHES = _BranchCount()
 @click.option("--bad-word", "bad_words", multiple=True, help="Text not to write; may be given several times.")
 @click.option("--min-tokens", type=int, default=0, help="New tokens before one may end the output; 0 is off.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens.")
-@click.option("--branches", type=_BRANCHES, help="Branches per step (D2SD), or auto.  [default: as built]")
+@click.option("--branches", type=BranchCount(), help="Branches per step (D2SD), or auto.  [default: as built]")
 @click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
 @click.option("--chat/--no-chat", default=False, show_default=True, help="Put the prompt into the chat template.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 lets the backend choose.")

@@ -13,7 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from dflash_trt.checkpoint.spec import Frozen
+from dflash_trt.errors import UsageError
 from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, break_chances, likeliest
+from dflash_trt.runtime.trace import Branches
 from dflash_trt.runtime.tree import CandidateTree
 
 _MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
@@ -79,6 +81,38 @@ class PassCosts(Frozen):
     draft: tuple[tuple[int, float], ...]
     redraft: tuple[tuple[int, float], ...]
     verify: tuple[tuple[int, float], ...]
+
+
+def chosen_branches(
+    asked: Branches | None, built: int, *, speculation: bool, vp_drafter: bool, costs: PassCosts | None
+) -> Branches:
+    """The branches a request's steps have.
+
+    Args:
+        asked: None for as many as there can be.
+        built: the most that the bundle was built for.
+        speculation, vp_drafter: whether there is any, and whether the bundle has one.
+
+    Raises:
+        UsageError: the bundle cannot have these.
+    """
+    if asked is None:
+        return built if speculation else 0
+    if not speculation:
+        mend = "Leave it out, or speculate"
+        raise UsageError("there are none in token-by-token decoding", where="--branches", mend=mend)
+    if not vp_drafter:
+        mend = "Build it with --vp-drafter, or leave --branches out"
+        raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
+    if asked == "auto":
+        if built and costs is None:
+            mend = "Build it without --no-verify, or give a number"
+            raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
+        return "auto" if built else 0
+    if type(asked) is not int or not 0 <= asked <= built:
+        what = f"{asked} must be auto or 0 to {built}, which the bundle was built for"
+        raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
+    return asked
 
 
 class AdaptiveBranches:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, over
 from dflash_trt.backends.base import Session
 from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.export.contract import Role
-from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts
+from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts, chosen_branches
 from dflash_trt.runtime.decode import Batch, DecodeBatch
 from dflash_trt.runtime.generation import Generation, StreamEvent, StreamReader, generation_of
 from dflash_trt.runtime.limits import Limits
@@ -201,24 +201,9 @@ class Engine:
 
     def _drafting(self, speculation: bool, branches: Branches | None) -> _Drafting:
         """How to draft. Raises UsageError where the bundle cannot have these branches."""
-        built = self.limits.branches
-        if branches is None:
-            return _Drafting(speculation, built if speculation else 0)
-        if not speculation:
-            mend = "Leave it out, or --no-speculation"
-            raise UsageError("there are none in token-by-token decoding", where="--branches", mend=mend)
-        if self.vp_drafter is None:
-            mend = "Build it with --vp-drafter, or leave --branches out"
-            raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
-        if branches == "auto":
-            if built and self.costs is None:
-                mend = "Build it without --no-verify, or give a number"
-                raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
-            return _Drafting(True, "auto" if built else 0)
-        if type(branches) is not int or not 0 <= branches <= built:
-            what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
-            raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
-        return _Drafting(True, branches)
+        built, vp_drafter = self.limits.branches, self.vp_drafter is not None
+        found = chosen_branches(branches, built, speculation=speculation, vp_drafter=vp_drafter, costs=self.costs)
+        return _Drafting(speculation, found)
 
     def _stream(self, sequence: SequenceState, drafting: _Drafting) -> Iterator[StreamEvent]:
         batch = self._batch([sequence], drafting)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from dflash_trt.errors import BackendError, DflashError, RequestError
+from dflash_trt.errors import BackendError, DflashError, EngineClosedError
 from dflash_trt.runtime.generation import StreamEvent, StreamReader
 from dflash_trt.runtime.scheduler import DEFAULT_QUEUE, ServingLoad
 from dflash_trt.runtime.sequence import SequenceState
@@ -57,7 +57,7 @@ class EngineWorker:
                 `generation` set, or is the error the request ended with. It must be quick.
 
         Raises:
-            RequestError: a prompt that cannot be served, or a closed worker. QueueFullError: as many wait as may.
+            RequestError: a prompt that cannot be served. EngineClosedError. QueueFullError: as many wait as may.
         """
         sequence = self._engine.sequence(prompt, params)
         with self._changed:
@@ -138,8 +138,8 @@ class Ticket:
         self._worker.cancel(self._sequence)
 
 
-def _closed() -> RequestError:
-    return RequestError("the engine was closed", mend="Load it again")
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed", mend="Load it again")
 
 
 def _call(on_event: OnEvent, event: StreamEvent | DflashError) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_trt.errors import DflashError, QueueFullError, RequestError, UsageError
+from dflash_trt.errors import DflashError, EngineClosedError, QueueFullError, RequestError, UsageError
 
 
 class CancelledError(RequestError):
@@ -23,7 +23,7 @@ def error_response(backend: Any, error: BaseException) -> Any:
     codes = backend.TritonError
     if isinstance(error, CancelledError):
         code = codes.CANCELLED
-    elif isinstance(error, QueueFullError):
+    elif isinstance(error, (QueueFullError, EngineClosedError)):
         code = codes.UNAVAILABLE
     elif isinstance(error, (RequestError, UsageError)):
         code = codes.INVALID_ARG

@@ -13,6 +13,7 @@ from dflash_trt.bundle import BundleInfo
 from dflash_trt.errors import UsageError
 from dflash_trt.loading import Device, open_info
 from dflash_trt.output import atomic_output
+from dflash_trt.runtime.branching import chosen_branches
 from dflash_trt.runtime.scheduler import DEFAULT_QUEUE
 from dflash_trt.runtime.speculation import Speculation
 from dflash_trt.runtime.trace import Branches
@@ -115,21 +116,13 @@ def is_repository(folder: Path) -> bool:
 def _check_options(info: BundleInfo, options: Options) -> None:
     if options.max_queue < 0:
         raise UsageError(f"{options.max_queue} must be at least 0", where="--max-queue", mend="Use more")
-    branches, built = options.branches, info.limits.branches
-    if branches is None:
-        return
-    if options.speculation == "off":
-        raise UsageError("there are none in token-by-token decoding", where="--branches", mend="Leave it out")
-    if info.vp_drafter is None:
-        mend = "Build it with --vp-drafter, or leave --branches out"
-        raise UsageError("needs a VP drafter, which this bundle does not have", where="--branches", mend=mend)
-    if branches == "auto":
-        if built and info.costs is None:
-            mend = "Build it without --no-verify, or give a number"
-            raise UsageError("auto needs the cost table, which --no-verify left out", where="--branches", mend=mend)
-    elif not 0 <= branches <= built:
-        what = f"{branches} must be auto or 0 to {built}, which the bundle was built for"
-        raise UsageError(what, where="--branches", mend="Use fewer, or build with a larger --branches")
+    chosen_branches(
+        options.branches,
+        info.limits.branches,
+        speculation=options.speculation != "off",
+        vp_drafter=info.vp_drafter is not None,
+        costs=info.costs,
+    )
 
 
 def _models(bundle: Path, folder: Path, options: Options) -> list[configs.Config]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 from collections.abc import Iterator
@@ -175,7 +176,12 @@ def _mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 def _alone(engine: dflash_trt.Engine, inputs: dict[str, Any], speculation: bool = True) -> Generation:
     """What the engine gives for a request alone."""
-    settings = dict(inputs)
+    return _generated(engine, json.dumps(inputs, sort_keys=True), speculation)
+
+
+@functools.cache
+def _generated(engine: dflash_trt.Engine, inputs: str, speculation: bool) -> Generation:
+    settings = json.loads(inputs)
     prompt = settings.pop("text_input")
     settings["stop"] = settings.pop("stop_words", ())
     settings["bad_token_ids"] = engine.tokenizer.bad_words(settings.pop("bad_words", ()))
