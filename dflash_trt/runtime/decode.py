@@ -115,7 +115,7 @@ class Batch(ABC):
 
     @abstractmethod
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
-        """Hands the drafters the first `size` features [1, N, T*H], of the prompt's chunk behind what is committed."""
+        """Hands on the first `size` features [1, N, T*H], those of the prompt's chunk behind what is committed."""
 
     @property
     def chunk_size(self) -> int:
@@ -171,7 +171,7 @@ class DecodeBatch(Batch):
         self._target_cache = target.new_cache(slots, capacity)
         self._proposer = None
         if drafter is not None:
-            shape, path, chunk = (slots, capacity, mask_token_id), limits.longest_path, limits.prefill_chunk
+            shape, path, chunk = (slots, capacity, mask_token_id), limits.longest_path, self.chunk_size
             drafters = [Drafter(drafter, *shape, limits.block_size, (path,), chunk)]
             if vp_drafter is not None:
                 block = limits.redraft_rows * limits.vp_block_size
@@ -180,7 +180,8 @@ class DecodeBatch(Batch):
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         assert self._proposer is not None
-        self._proposer.prefill(row, sequence, features, size)
+        copied = features[0][list(range(size))]  # a session may use its memory again
+        self._proposer.accept(row, sequence, copied)
 
     def abandon(self) -> None:
         """Caches and pending features go with the batch."""

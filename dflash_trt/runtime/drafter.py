@@ -11,6 +11,8 @@ from dflash_trt.backends.base import Array, Cache, Session
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import Role
 
+_CHUNKS = 4  # that may wait
+
 
 @dataclass(frozen=True)
 class Block:
@@ -85,7 +87,7 @@ class Drafter:
         full_size: tokens of a row's largest block; graphs of a fixed shape always take so many.
         full_rows: rows of features that those graphs take, ascending: the fewest that hold what is pending. What is
             more than the last of them is injected in a pass of its own.
-        chunk: features that a pass of its own takes at most, or `full_rows[-1]`.
+        chunk: features that a pass of its own takes at most, or `full_rows[-1]`; four times as many may wait.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Drafter:
     ) -> None:
         self.mask_token_id = mask_token_id
         self._session, self._full_size, self._full_rows = session, full_size, full_rows
-        self._chunk = max(full_rows[-1], min(chunk, session.longest_pass or chunk))
+        self._chunk = max(full_rows[-1], chunk)
         self.cache = session.new_cache(batch, capacity)
         self._injected = np.zeros(batch, np.int64)
         self._pending: list[list[Array]] = [[] for _ in range(batch)]
@@ -117,8 +119,9 @@ class Drafter:
         self.cache = self.cache.resized(capacity)
 
     def free(self, row: int) -> None:
-        """Forgets a row's sequence."""
+        """Forgets a row's sequence, and sets what it left in the cache to zero."""
         self._injected[row], self._pending[row], self._waiting[row] = 0, [], 0
+        self.cache.clear_row(row)
 
     def move_row(self, source: int, destination: int) -> None:
         """Gives a row's sequence another row."""
@@ -132,26 +135,29 @@ class Drafter:
         return self._waiting[row]
 
     def accept(self, row: int, features: Array) -> None:
-        """Takes features [n, T*H] of tokens just committed, and keeps them: the next pass injects them."""
+        """Takes features [n, T*H] of tokens just committed, and keeps them: a later pass injects them."""
         self._pending[row].append(features)
         self._waiting[row] += len(features)
+        self._nothing = features[:0]
 
     def overdue(self, row: int, size: int) -> bool:
-        """Whether `size` features more would be too many to inject in one pass."""
-        return self.pending(row) + size > self._chunk
+        """Whether `size` features more would be too many to keep."""
+        return self.pending(row) + size > _CHUNKS * self._chunk
 
-    def inject_pending(self, row: int) -> None:
-        """Writes a row's waiting features into its cache, in a pass of their own."""
-        size, pieces = self.pending(row), self._pending[row]
-        self.prefill(row, self._session.stack([pieces], size), size)
-        self._pending[row], self._waiting[row] = [], 0
-
-    def prefill(self, row: int, features: Array, size: int) -> None:
-        """Writes the first `size` of a prompt chunk's features [1, N, T*H] into the row's cache."""
-        cache = self.cache.rows(row, row + 1)
-        inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
-        self._injected[row] += size
-        self._nothing = features[0, :0]
+    def inject_pending(self, row: int) -> int:
+        """Writes a row's waiting features into its cache, in passes of their own; how many passes."""
+        passes, cache = 0, self.cache.rows(row, row + 1)
+        while self._pending[row]:
+            pieces: list[Array] = []
+            rest, size = self._pending[row], 0
+            while rest and (not pieces or size + len(rest[0]) <= self._chunk):
+                pieces, rest, size = [*pieces, rest[0]], rest[1:], size + len(rest[0])
+            features = self._session.stack([pieces], size)
+            inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
+            self._injected[row] += size
+            self._pending[row], self._waiting[row] = rest, self._waiting[row] - size
+            passes += 1
+        return passes
 
     def late(self, rows: Iterable[int]) -> list[int]:
         """Those of the rows with more waiting than a drafting pass takes."""

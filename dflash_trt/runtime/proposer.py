@@ -18,8 +18,6 @@ from dflash_trt.runtime.statistics import DraftStage, StepMeter
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
 
-_STAGES: tuple[DraftStage, DraftStage] = ("draft", "redraft")
-
 
 @dataclass(frozen=True)
 class Proposal:
@@ -82,32 +80,33 @@ class Proposer:
         for drafter in self._drafters:
             drafter.resize(capacity)
 
-    def free(self, row: int, *, clear: bool) -> None:
-        """Forgets a row's sequence; `clear` sets what it left in the caches to zero."""
+    def free(self, row: int) -> None:
+        """Forgets a row's sequence, and sets what it left in the caches to zero."""
         for drafter in self._drafters:
             drafter.free(row)
-            if clear:
-                drafter.cache.clear_row(row)
 
     def move_row(self, source: int, destination: int) -> None:
         """Gives a row's sequence another row."""
         for drafter in self._drafters:
             drafter.move_row(source, destination)
 
-    def prefill(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
-        """Injects a prompt chunk's features [1, N, T*H]."""
-        for drafter, stage in zip(self._drafters, _STAGES, strict=False):
-            drafter.prefill(row, features, size)
-            sequence.statistics.count_draft_pass(stage)
-
     def accept(self, row: int, sequence: SequenceState, features: Array) -> None:
-        """Takes the features [n, T*H] of a step's accepted path."""
-        for drafter, stage in zip(self._drafters, _STAGES, strict=False):
+        """Takes the features [n, T*H] of a prompt's chunk or of a step's accepted path.
+
+        They wait for a pass that drafts, which may never come: for a sequence that ends before, or that is not drafted.
+        """
+        for drafter in self._drafters:
             if drafter.overdue(row, len(features)):
-                with self._meter.timed(stage, [sequence.statistics], drafter.pending(row)):
-                    drafter.inject_pending(row)
-                sequence.statistics.count_draft_pass(stage)
+                self._inject_pending(drafter, row, sequence)
             drafter.accept(row, features)
+
+    def _stage(self, drafter: Drafter) -> DraftStage:
+        return "draft" if drafter is self._drafter else "redraft"
+
+    def _inject_pending(self, drafter: Drafter, row: int, sequence: SequenceState) -> None:
+        with self._meter.timed("prefill", [sequence.statistics], drafter.pending(row)):
+            passes = drafter.inject_pending(row)
+        sequence.statistics.count_draft_passes(self._stage(drafter), passes)
 
     def propose(
         self, sequences: Mapping[int, SequenceState], rows: int, drafts: int, policy: BranchPolicy | None
@@ -146,21 +145,21 @@ class Proposer:
         if all(len(block.ids) == 1 for block in blocks.values()):
             empty = Draft(np.zeros(0, np.int64), np.zeros(0))
             return dict.fromkeys(sequences, empty)
-        trunks = self._pass(drafter, "draft", sequences, blocks)
+        trunks = self._pass(drafter, sequences, blocks)
         return {row: Draft(draft.ids[1:], draft.confidence[1:]) for row, draft in trunks.items()}
 
     def _pass(
-        self, drafter: Drafter, stage: DraftStage, sequences: Mapping[int, SequenceState], blocks: Mapping[int, Block]
+        self, drafter: Drafter, sequences: Mapping[int, SequenceState], blocks: Mapping[int, Block]
     ) -> dict[int, Draft]:
         """One pass of a drafter over the blocks; the rows whose numbers are not finite are faults."""
-        late = drafter.late(blocks)
-        tokens = self._rows * drafter.block_size(blocks) + sum(map(drafter.pending, late))
+        for row in drafter.late(blocks):
+            self._inject_pending(drafter, row, sequences[row])
+        stage = self._stage(drafter)
+        tokens = self._rows * drafter.block_size(blocks)
         with self._meter.timed(stage, [s.statistics for s in sequences.values()], tokens):
-            for row in late:
-                drafter.inject_pending(row)
             drafts = drafter.draft(blocks, self._rows)
         for row, sequence in sequences.items():
-            sequence.statistics.count_draft_pass(stage)
+            sequence.statistics.count_draft_passes(stage)
             if not drafts[row].is_finite:
                 del drafts[row]
                 self._fault(row, not_finite(drafter.role))
@@ -183,7 +182,7 @@ class Proposer:
             candidates = [[sequence.anchor, *trunks[row].ids[:count].tolist()] for count in kept[row]]
             size = self._branch_size(sequence, drafts) if candidates else 1
             blocks[row] = Block.of(candidates or [[sequence.anchor]], size, redrafter.mask_token_id)
-        redrafts = self._pass(redrafter, "redraft", sequences, blocks)
+        redrafts = self._pass(redrafter, sequences, blocks)
         return {row: _branches(trunks[row], kept[row], draft) for row, draft in redrafts.items()}
 
 

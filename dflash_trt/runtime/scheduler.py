@@ -139,6 +139,17 @@ class Scheduler:
                     self._leave(row, sequence)
         return list(touched)
 
+    def end_all(self, error: DflashError) -> None:
+        """Ends who waits and who runs with an error, when there will be no step any more."""
+        with self._lock:
+            for sequence in self._queue:
+                sequence.error = error
+                self._totals.failed += 1
+            self._queue.clear()
+            for row, sequence in list(self._batch.rows.items()):
+                sequence.error = sequence.error or error
+                self._leave(row, sequence)
+
     def _leave_cancelled(self) -> None:
         kept = [sequence for sequence in self._queue if not sequence.cancelled]
         self._totals.cancelled += len(self._queue) - len(kept)

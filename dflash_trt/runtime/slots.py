@@ -52,12 +52,11 @@ class SlotBatch(DecodeBatch):
         return row
 
     def leave(self, row: int) -> None:
-        """Frees a slot. What is not finite is wiped out, since no mask holds it back from the next sequence."""
-        sequence = self.rows.pop(row)
-        if sequence.error is not None:
-            self._target_cache.clear_row(row)
+        """Frees a slot. Nothing stays in it, since no mask would hold NaN back from the next sequence."""
+        del self.rows[row]
+        self._target_cache.clear_row(row)
         if self._proposer is not None:
-            self._proposer.free(row, clear=sequence.error is not None)
+            self._proposer.free(row)
 
     def compact(self) -> None:
         """Moves sequences from the last slots into free ones before them."""
@@ -66,6 +65,7 @@ class SlotBatch(DecodeBatch):
                 last = max(self.rows)
                 self.rows[free] = sequence = self.rows.pop(last)
                 self._target_cache.copy_row(last, free, sequence.committed)
+                self._target_cache.clear_row(last)
                 if self._proposer is not None:
                     self._proposer.move_row(last, free)
 

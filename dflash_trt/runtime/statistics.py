@@ -32,7 +32,8 @@ class GenerationStatistics:
         accepted_drafts: those of them that were emitted, besides each step's last token.
         target_passes, draft_passes, redraft_passes: forward passes of the target, the drafter and the VP drafter, those
             that prefill or only inject included.
-        seconds: wall time by stage; "host" is what runs between passes (sampling, trees, text).
+        seconds: wall time by stage; "prefill" has the passes that only inject, too, and "host" is what runs between
+            passes (sampling, trees, text).
     """
 
     acceptance_lengths: list[int] = field(default_factory=list)
@@ -43,12 +44,12 @@ class GenerationStatistics:
     redraft_passes: int = 0
     seconds: dict[Stage, float] = field(default_factory=_no_seconds)
 
-    def count_draft_pass(self, stage: DraftStage) -> None:
-        """Count one forward pass of a drafter."""
+    def count_draft_passes(self, stage: DraftStage, passes: int = 1) -> None:
+        """Count forward passes of the drafter or, for "redraft", of the VP drafter."""
         if stage == "draft":
-            self.draft_passes += 1
+            self.draft_passes += passes
         else:
-            self.redraft_passes += 1
+            self.redraft_passes += passes
 
     def record_step(self, *, proposed: int, yielded: int) -> None:
         """Count one step that proposed so many drafts and yielded so many tokens, the bonus token among them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class EngineWorker:
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="dflash-trt engine", daemon=True)
+        atexit.register(self.close)  # a thread that is inside a backend when the interpreter ends takes it down
         self._thread.start()
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams, on_event: OnEvent) -> Ticket:
@@ -61,7 +63,7 @@ class EngineWorker:
         """
         sequence = self._engine.sequence(prompt, params)
         with self._changed:
-            if self._closed:
+            if self._closed or not self._thread.is_alive():  # after a fork there is no thread in the child
                 raise _closed()
             self._scheduler.submit(sequence)
             self._requests[sequence] = StreamReader(sequence), on_event
@@ -84,7 +86,9 @@ class EngineWorker:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:  # but a receiver's call
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -106,6 +110,7 @@ class EngineWorker:
         with self._changed:
             self._closed = True
             left, self._requests = self._requests, {}
+        self._scheduler.end_all(last)
         for _, on_event in left.values():
             _call(on_event, last)
 
@@ -139,7 +144,7 @@ class Ticket:
 
 
 def _closed() -> EngineClosedError:
-    return EngineClosedError("the engine was closed", mend="Load it again")
+    return EngineClosedError("the engine was closed, or serves another process", mend="Load it again")
 
 
 def _call(on_event: OnEvent, event: StreamEvent | DflashError) -> bool:

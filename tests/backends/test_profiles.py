@@ -234,7 +234,9 @@ def test_every_pass_of_the_host_loop_fits(
     target, drafter, vp_drafter = [*used, None, None][:3]
     DecodeBatch(target, drafter, given, limits, MASK, vp_drafter, policy if vp_drafter else None).run()
     assert all(sequence.finish_reason == "length" for sequence in given)
-    assert all(session.used for session in used)
+    assert used[0].used
+    if drafts and any(sequence.statistics.proposed_drafts for sequence in given):
+        assert all(session.used for session in used[:2])
 
 
 @settings(max_examples=40, deadline=None)

@@ -137,11 +137,10 @@ def test_features_wait_for_a_vp_drafter_that_is_not_asked(tmp_path: Path, accura
     output = engine.generate(prompt, branches="auto", max_tokens=100)
     assert output.token_ids == plain[0]
     assert watched.passes == []
-    prompts, waited = watched.injected[:1], watched.injected[1:]
-    assert prompts == [len(prompt)]
     longest = engine.limits.longest_pending
-    assert len(waited) >= 3
-    assert all(longest - engine.limits.longest_path < size <= longest for size in waited)
+    assert len(watched.injected) >= 3
+    assert all(size <= longest for size in watched.injected)
+    assert output.statistics.redraft_passes == len(watched.injected)
 
 
 def test_features_that_waited_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from runtime.serving_load import Knowing, Request, erratic_scheduler, serve
 from runtime.triples import small_triple, triples, write_triple
 from test_lossless_random_pairs import SAMPLING
 
+import dflash_trt
 from dflash_trt.errors import BackendError, QueueFullError, UsageError
 from dflash_trt.evaluation.losslessness import compare_outputs
 from dflash_trt.runtime.engine import Engine
@@ -289,3 +291,46 @@ def test_a_pass_that_fails_ends_who_was_in_it(tmp_path: Path, role: str) -> None
         assert request.sequence.error is not None or request.sequence.generated == tokens
     assert [request.sequence.error for request in requests[2:] if request.sequence] == [None, None]
     assert scheduler.load().totals.failed == sum(sequence.error is not None for sequence in bad)
+
+
+class Overflowing:
+    """An ONNX Runtime target in which one token leaves NaN in the cache, from its slot on."""
+
+    TOKEN = 7
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def run(self, inputs: dict, outputs: Any, cache: Any) -> dict:
+        results = self._session.run(inputs, outputs, cache)
+        for row, place in np.argwhere(inputs["input_ids"] == self.TOKEN):
+            start = int(inputs["context_len"][row])
+            for buffer in cache.buffers:
+                buffer[row, :, start + place : start + inputs["input_ids"].shape[1]] = np.nan
+        return results
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_nothing_is_left_in_a_slot_whatever_ended_its_request(bundle: Path, moved: bool) -> None:
+    """A request with NaN in its cache that is cancelled, or moved to another row and then fails."""
+    engine = dflash_trt.load(bundle, threads=1)
+    engine.limits = replace(engine.limits, prefill_chunk=16)
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
+    good = Request([1, 2, 3], options, 0)
+    expected = alone(engine, good)
+    engine.target = Overflowing(engine.target)
+    scheduler = engine.scheduler(speculation="off")
+    first = engine.sequence([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+    bad = engine.sequence([Overflowing.TOKEN] + [5] * 60, SamplingParams(**options))
+    for sequence in [first, bad] if moved else [bad]:
+        scheduler.submit(sequence)
+    while not scheduler.is_idle:
+        scheduler.step()
+        bad.cancelled = not moved
+    assert isinstance(bad.error, BackendError) == moved
+    requests = [good, Request([1, 2, 3], options, 0)]
+    serve(engine, scheduler, requests)
+    assert [request.sequence.generated for request in requests if request.sequence] == [expected, expected]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 from runtime.triples import small_triple
 
-from dflash_trt.errors import BackendError, DflashError, QueueFullError, RequestError, UsageError
+from dflash_trt.errors import BackendError, DflashError, EngineClosedError, QueueFullError, RequestError, UsageError
 from dflash_trt.runtime.async_engine import AsyncEngine
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.generation import Generation, StreamEvent
@@ -169,6 +172,67 @@ def test_a_thread_that_fails_says_so_to_everybody(engine: Engine, monkeypatch: p
         assert "ZeroDivisionError" in str(error)
         with pytest.raises(RequestError, match="closed"):
             worker.submit(PROMPTS[0], LONG, receivers[1])
+
+
+def test_totals_add_up_after_closing(engine: Engine) -> None:
+    worker = EngineWorker(engine)
+    receivers = [Receiver() for _ in range(5)]
+    for receiver in receivers:
+        worker.submit(PROMPTS[0], LONG, receiver)
+    assert receivers[0].begun.wait(60)
+    worker.close()
+    load = worker.load()
+    assert (load.slots_in_use, load.queue_depth, load.totals.failed, load.totals.requests) == (0, 0, 5, 5)
+
+
+def test_a_receiver_may_close_submit_and_cancel(engine: Engine) -> None:
+    worker, second, third = EngineWorker(engine), Receiver(), Receiver()
+
+    def first(event: StreamEvent | DflashError) -> None:
+        if isinstance(event, StreamEvent) and event.generation is not None:
+            worker.submit(PROMPTS[2], SamplingParams(max_tokens=4, ignore_eos=True), second)
+            worker.submit(PROMPTS[0], LONG, third).cancel()
+
+    worker.submit(PROMPTS[1], SamplingParams(max_tokens=3, ignore_eos=True), first)
+    assert isinstance(second.last(), Generation)
+    assert third.events == []
+    closing = Receiver()
+
+    def close(event: StreamEvent | DflashError) -> None:
+        worker.close()
+        closing(event)
+
+    worker.submit(PROMPTS[0], LONG, close)
+    assert isinstance(closing.last(), RequestError)
+    with pytest.raises(EngineClosedError):
+        worker.submit(PROMPTS[0], LONG, Receiver())
+
+
+def test_a_forked_child_is_refused(engine: Engine) -> None:
+    with EngineWorker(engine) as worker:
+        child = os.fork()
+        if child == 0:
+            try:
+                worker.submit(PROMPTS[0], LONG, Receiver())
+            except EngineClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_interpreter_ends_with_a_worker_at_work(bundle: Path) -> None:
+    code = f"""
+import time
+import dflash_trt
+from dflash_trt.runtime.sampling import SamplingParams
+from dflash_trt.runtime.worker import EngineWorker
+worker = EngineWorker(dflash_trt.load({str(bundle)!r}, threads=1))
+worker.submit([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True), lambda event: None)
+time.sleep(0.05)
+print("over")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
 
 
 # -- asyncio

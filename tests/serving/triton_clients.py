@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import queue
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,13 +61,13 @@ class Client:
 
     def generate_stream(self, inputs: Mapping[str, Any]) -> Answer:
         """By HTTP's generate_stream, server-sent events. Raises RefusedError."""
-        with self.posted("generate_stream", json.dumps(inputs | {"stream": True}).encode()) as response:
+        with self.posted("generate_stream", json.dumps({**inputs, "stream": True}).encode()) as response:
             return _answer([_checked(event, response.status) for event in events(response)])
 
     def grpc_stream(self, inputs: Mapping[str, Any]) -> Answer:
         """By a gRPC stream, with a response for each step. Raises RefusedError."""
         with GrpcStream(self) as stream:
-            stream.send("one", inputs | {"stream": True})
+            stream.send("one", {**inputs, "stream": True})
             return stream.answer()
 
     def grpc_whole(self, inputs: Mapping[str, Any]) -> Answer:
@@ -77,9 +77,9 @@ class Client:
             return stream.answer()
 
     @contextlib.contextmanager
-    def posted(self, endpoint: str, body: bytes) -> Iterator[http.client.HTTPResponse]:
+    def posted(self, endpoint: str, body: bytes) -> Iterator[HTTPResponse]:
         """The response to a body, of which nothing is read yet; its connection is closed at the end."""
-        connection = http.client.HTTPConnection(self.http, timeout=SECONDS)
+        connection = HTTPConnection(self.http, timeout=SECONDS)
         try:
             connection.request("POST", f"/v2/models/{self.model}/{endpoint}", body)
             yield connection.getresponse()
@@ -160,7 +160,7 @@ class GrpcStream:
         return tensor
 
 
-def events(response: http.client.HTTPResponse) -> Iterator[bytes]:
+def events(response: HTTPResponse) -> Iterator[bytes]:
     """The data of server-sent events, as they come."""
     for line in response:
         if line.startswith(b"data: "):

@@ -7,7 +7,6 @@ import os
 import platform
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -51,7 +50,7 @@ def tritonserver() -> Path:
 
 
 class TritonServer:
-    """A server that is ready. `http`, `grpc` and `metrics` are its addresses, without a scheme as tritonclient wants them."""
+    """A server that is ready. `http`, `grpc` and `metrics` are its addresses, as HOST:PORT."""
 
     def __init__(self, repository: Path, folder: Path, arguments: Sequence[str] = ()) -> None:
         """Starts it; `folder` is a new one for what the server needs, its log above all.
@@ -88,7 +87,6 @@ class TritonServer:
                 stderr=subprocess.STDOUT,
                 env=_environment(wheel, folder / "venv"),
                 cwd=folder,
-                start_new_session=True,
             )
         try:
             self._wait_until_ready()
@@ -202,11 +200,11 @@ def _environment(wheel: Path, folder: Path) -> dict[str, str]:
     """This process's environment with what server and stubs need.
 
     A stub finds its packages where the first `python3` on PATH would, whatever PYTHONPATH says. Here that is a virtual
-    environment in `folder`, which has the wheel's NumPy, since the stub does not know NumPy 2, and then all that the running
-    Python has.
+    environment in `folder`, which has the wheel's NumPy, since the stub does not know NumPy 2, and then all that the
+    running Python has.
     """
     venv.create(folder, symlinks=True)
-    site_packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    site_packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     added = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
     (site_packages / "packages.pth").write_text(f"{wheel.absolute()}\n{added}\n")
     libraries = [str(wheel.absolute() / "nvidia_pytriton.libs"), sysconfig.get_config_var("LIBDIR")]

@@ -1,0 +1,225 @@
+"""What a step is expected to take and to yield, learnt from those that ran."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from dflash_trt.runtime.branching import PassCosts
+
+Part = Literal["draft", "redraft", "verify"]
+
+REACH = 4  # how many times larger than the largest pass that was measured another may be
+_REFIT = 32  # passes after which a line is drawn anew
+# Variances of the logarithm of a time:
+_UNKNOWN = 0.25  # of a pass that was never measured
+_SEEDED = 0.05  # of one that was measured when the bundle was built
+_DRIFT = 1e-5  # what a pass takes, from one step to the next
+_PACE_DRIFT = 2e-3  # the pace of the machine, from one step to the next
+_NOISE = 0.02  # at first: one time, from the next
+_FIRST = 10  # times as much has the first time of a pass: it allocates
+_OUTLIER = 3.0  # standard deviations that a surprise counts for at most
+
+
+@dataclass
+class _Time:
+    """Seconds of one pass at the usual pace, and the variance of their logarithm after a step."""
+
+    seconds: float
+    variance: float
+    step: int
+
+
+class _Curve:
+    """Seconds of passes of one kind by their sequences and the new tokens of each.
+
+    Those not measured lie on a rising line over rows * (size + 1): a sequence costs about as much as another token,
+    since it has a context of its own to read. Between two that were measured the line runs midway between their chord
+    and the least possible, which is that a larger pass does more tokens per second; beyond the largest it rises half as
+    much. So what is not known looks worth a try.
+    """
+
+    def __init__(self, seeds: Sequence[tuple[int, float]]) -> None:
+        self.times: dict[tuple[int, int], _Time] = {}
+        self.largest = 0
+        self._line: tuple[list[int], list[float]] = [], []
+        self._until_fit = 0
+        for tokens, seconds in seeds:
+            self.put(1, tokens, _Time(seconds, _SEEDED, 0))
+
+    def put(self, rows: int, size: int, time: _Time) -> None:
+        """Notes what a pass takes that was not measured before."""
+        self.times[rows, size] = time
+        self.largest = max(self.largest, rows * (size + 1))
+        self._until_fit = 0
+
+    def seconds(self, rows: int, size: int) -> float:
+        """Of such a pass at the usual pace."""
+        time = self.times.get((rows, size))
+        return self._on_line(rows * (size + 1)) if time is None else time.seconds
+
+    def _on_line(self, x: int) -> float:
+        if self._until_fit == 0:
+            self._line, self._until_fit = self._fit(), _REFIT
+        self._until_fit -= 1
+        xs, ys = self._line
+        at = bisect_left(xs, x)
+        if at == 0:
+            return ys[0]
+        if at == len(xs):
+            return ys[-1] + ((ys[-1] - ys[0]) / (xs[-1] - xs[0]) / 2 * (x - xs[-1]) if at > 1 else 0.0)
+        (x0, x1), (y0, y1) = xs[at - 1 : at + 1], ys[at - 1 : at + 1]
+        return (y0 + (y1 - y0) * (x - x0) / (x1 - x0) + max(y0, y1 * x / x1)) / 2
+
+    def _fit(self) -> tuple[list[int], list[float]]:
+        """What was measured, made rising: halfway between the least that is above it and the greatest below."""
+        at: dict[int, list[float]] = {}
+        for (rows, size), time in self.times.items():
+            at.setdefault(rows * (size + 1), []).append(time.seconds)
+        xs = sorted(at)
+        means = [sum(at[x]) / len(at[x]) for x in xs]
+        above, below = accumulate(means, max), list(accumulate(reversed(means), min))[::-1]
+        return xs, [(high + low) / 2 for high, low in zip(above, below, strict=True)]
+
+
+class StepTimes:
+    """Seconds of the passes of a step, at the usual pace of the machine.
+
+    A pass takes its own time, which hardly changes, times the pace of the machine, which does when others use it. A
+    surprise is put down to either by how uncertain it is (a Kalman filter of the logarithms, without covariances). So
+    plans compare well that ran at different times, and one slow step changes little.
+    """
+
+    def __init__(self, costs: PassCosts | None) -> None:
+        """`costs`: of passes over one sequence."""
+        self._curves: dict[Part, _Curve] = {
+            "draft": _Curve(costs.draft if costs else ()),
+            "redraft": _Curve(costs.redraft if costs else ()),
+            "verify": _Curve(costs.verify if costs else ()),
+        }
+        self._step = 0
+        self._noise = _NOISE
+        self._pace, self._pace_variance = 0.0, _PACE_DRIFT
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as usual everything takes."""
+        return math.exp(self._pace)
+
+    def knows(self, part: Part) -> bool:
+        """Whether any such pass was measured."""
+        return self._curves[part].largest > 0
+
+    def seconds(self, rows: int, sizes: Mapping[Part, int]) -> float:
+        """Of passes over so many sequences, with so many new tokens of each."""
+        return sum(self._curve(part).seconds(rows, size) for part, size in sizes.items())
+
+    def reaches(self, rows: int, sizes: Mapping[Part, int]) -> bool:
+        """Whether none of these passes is far larger than the largest that was measured."""
+        return all(rows * (size + 1) <= REACH * self._curve(part).largest for part, size in sizes.items())
+
+    def observe(self, rows: int, sizes: Mapping[Part, int], seconds: Mapping[Part, float]) -> None:
+        """Takes in the passes of one step."""
+        self._step += 1
+        self._pace_variance += _PACE_DRIFT
+        whole = sum(seconds[part] for part in sizes)
+        for part, size in sizes.items():
+            curve = self._curves[part]
+            time = curve.times.get((rows, size))
+            noise = self._noise * whole / seconds[part]
+            if time is None:
+                first = self._curve(part).seconds(rows, size) if self.knows(part) else seconds[part] / self.pace
+                time = _Time(first, _UNKNOWN, self._step)
+                curve.put(rows, size, time)
+                noise *= _FIRST
+            self._learn(time, seconds[part], noise)
+
+    def _learn(self, time: _Time, seconds: float, noise: float) -> None:
+        """One pass; the noise of a short one is larger, since it tells little of the pace."""
+        own = time.variance + _DRIFT * (self._step - time.step)
+        variance = own + self._pace_variance + noise
+        most = _OUTLIER * math.sqrt(variance)
+        surprise = max(-most, min(most, math.log(seconds / time.seconds) - self._pace))
+        time.seconds *= math.exp(own / variance * surprise)
+        time.variance, time.step = own * (1 - own / variance), self._step
+        self._pace += self._pace_variance / variance * surprise
+        self._pace_variance *= 1 - self._pace_variance / variance
+
+    def _curve(self, part: Part) -> _Curve:
+        """As long as nothing is known of re-drafts, they cost what first drafts of as many tokens do."""
+        return self._curves["draft" if part == "redraft" and not self.knows(part) else part]
+
+
+_MEMORY = 0.97  # per step, of what is known of drafts
+_GAIN_MEMORY = 0.99  # and of branches, whose gains scatter more
+_INERTIA = 8.0  # observations that what is known counts for at least
+_GAIN_INERTIA = 16.0
+
+
+@dataclass
+class _Mean:
+    """A mean that forgets, but never all."""
+
+    value: float
+    weight: float
+    memory: float
+    inertia: float
+
+    def age(self) -> None:
+        if self.weight > self.inertia:
+            self.weight = max(self.inertia, self.weight * self.memory)
+
+    def add(self, total: float, count: int) -> None:
+        self.weight += count
+        self.value += (total - count * self.value) / self.weight
+
+    def pulled(self, value: float) -> float:
+        """The mean, drawn to a value the more the less it rests on."""
+        return (self.value * self.weight + value * self.inertia) / (self.weight + self.inertia)
+
+
+class StepYield:
+    """Tokens that a step is expected to give a sequence.
+
+    A draft is right with a chance that depends on its position, given that those before it are. It is learnt only where
+    those were, so that shorter drafts do not bias it. What few drafts came to leans on the position before.
+    """
+
+    def __init__(self, drafts: int, branches: int) -> None:
+        """Of so many drafts and branches at most."""
+        self._right = [_Mean(0.8, 2.0, _MEMORY, _INERTIA) for _ in range(drafts)]
+        self._gain = _Mean(1.5, 8.0, _GAIN_MEMORY, _GAIN_INERTIA)  # of all branches, over the trunk
+        self._gains = [_Mean(0.0, 0.0, _GAIN_MEMORY, _GAIN_INERTIA) for _ in range(branches)]
+
+    def observe(self, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> None:
+        """Takes in a step: of each sequence, drafts of the trunk, those of them that were right, and all its tokens."""
+        for mean in (*self._right, self._gain, *self._gains):
+            mean.age()
+        for proposed, agreed in trunk:
+            for mean in self._right[:agreed]:
+                mean.add(1.0, 1)
+            if agreed < proposed:
+                self._right[agreed].add(0.0, 1)
+        if branches:
+            rows = zip(trunk, yielded, strict=True)
+            gains = [max(0, tokens - 1 - agreed) for (proposed, agreed), tokens in rows if proposed]
+            self._gain.add(sum(gains) / self._share(branches), len(gains))
+            self._gains[branches - 1].add(sum(gains), len(gains))
+
+    def tokens(self, drafts: int, branches: int) -> float:
+        """Expected of one sequence, the bonus included."""
+        tokens = reach = 1.0
+        right = self._right[0].value
+        for mean in self._right[:drafts]:
+            right = mean.pulled(right)
+            reach *= right
+            tokens += reach
+        return tokens + (self._gains[branches - 1].pulled(self._gain.value * self._share(branches)) if branches else 0)
+
+    def _share(self, branches: int) -> float:
+        """Part of the gain of all branches that so many have: the likeliest come first."""
+        return math.sqrt(branches / len(self._gains))
