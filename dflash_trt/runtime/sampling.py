@@ -233,8 +233,11 @@ def _draw(bounds: Weights, u: float) -> int:
 def _check_best(best: np.float32, logits: Floats) -> None:
     if np.isfinite(best):
         return
-    if best == -np.inf and np.isfinite(logits.max()):
-        mend = "Ban fewer tokens, or lower min_tokens"
-        raise RequestError("they leave no token to choose", where="sampling parameters", mend=mend)
+    if np.isfinite(logits.max()):
+        if best == -np.inf:
+            mend = "Ban fewer tokens, or lower min_tokens"
+            raise RequestError("they leave no token to choose", where="sampling parameters", mend=mend)
+        what, mend = "the penalties are too large: scores overflow", "Bring them nearer to 1 and 0"
+        raise RequestError(what, where="sampling parameters", mend=mend)
     mend = "Run `dflash-trt verify`; float16 may have overflowed."
     raise BackendError(f"the largest logit is {best}", where="logits", mend=mend)

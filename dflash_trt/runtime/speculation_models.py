@@ -17,6 +17,7 @@ REACH = 4  # how many times larger than the largest pass that was measured anoth
 _REFIT = 32  # passes after which a line is drawn anew
 # Variances of the logarithm of a time:
 _UNKNOWN = 0.25  # of a pass that was never measured
+_SURE = 0.01  # at most, of one that was measured a few times
 _SEEDED = 0.05  # of one that was measured when the bundle was built
 _DRIFT = 1e-5  # what a pass takes, from one step to the next
 _PACE_DRIFT = 2e-3  # the pace of the machine, from one step to the next
@@ -44,7 +45,7 @@ class _Curve:
     """
 
     def __init__(self, seeds: Sequence[tuple[int, float]]) -> None:
-        self.times: dict[tuple[int, int], _Time] = {}
+        self.times: dict[int, dict[int, _Time]] = {}  # by rows and size
         self.largest = 0
         self._line: tuple[list[int], list[float]] = [], []
         self._until_fit = 0
@@ -53,14 +54,18 @@ class _Curve:
 
     def put(self, rows: int, size: int, time: _Time) -> None:
         """Notes what a pass takes that was not measured before."""
-        self.times[rows, size] = time
+        self.times.setdefault(rows, {})[size] = time
         self.largest = max(self.largest, rows * (size + 1))
         self._until_fit = 0
 
     def seconds(self, rows: int, size: int) -> float:
-        """Of such a pass at the usual pace."""
-        time = self.times.get((rows, size))
-        return self._on_line(rows * (size + 1)) if time is None else time.seconds
+        """Of such a pass at the usual pace: if it is hardly known, no more than a larger one of as many sequences."""
+        times = self.times.get(rows, {})
+        time = times.get(size)
+        if time is not None and time.variance < _SURE:
+            return time.seconds
+        least = min((time.seconds for other, time in times.items() if other >= size), default=math.inf)
+        return least if time is not None else min(least, self._on_line(rows * (size + 1)))
 
     def _on_line(self, x: int) -> float:
         if self._until_fit == 0:
@@ -78,8 +83,9 @@ class _Curve:
     def _fit(self) -> tuple[list[int], list[float]]:
         """What was measured, made rising: halfway between the least that is above it and the greatest below."""
         at: dict[int, list[float]] = {}
-        for (rows, size), time in self.times.items():
-            at.setdefault(rows * (size + 1), []).append(time.seconds)
+        for rows, times in self.times.items():
+            for size, time in times.items():
+                at.setdefault(rows * (size + 1), []).append(time.seconds)
         xs = sorted(at)
         means = [sum(at[x]) / len(at[x]) for x in xs]
         above, below = accumulate(means, max), list(accumulate(reversed(means), min))[::-1]
@@ -129,7 +135,7 @@ class StepTimes:
         whole = sum(seconds[part] for part in sizes)
         for part, size in sizes.items():
             curve = self._curves[part]
-            time = curve.times.get((rows, size))
+            time = curve.times.get(rows, {}).get(size)
             noise = self._noise * whole / seconds[part]
             if time is None:
                 first = self._curve(part).seconds(rows, size) if self.knows(part) else seconds[part] / self.pace

@@ -7,13 +7,6 @@ from typing import Any
 from dflash_trt.errors import DflashError, EngineClosedError, QueueFullError, RequestError, UsageError
 
 
-class CancelledError(RequestError):
-    """A request whose client went away, or that another request stopped."""
-
-    def __init__(self) -> None:
-        super().__init__("the request was cancelled")
-
-
 def error_response(backend: Any, error: BaseException) -> Any:
     """The response that tells a request its error.
 
@@ -21,9 +14,7 @@ def error_response(backend: Any, error: BaseException) -> Any:
         backend: `triton_python_backend_utils`.
     """
     codes = backend.TritonError
-    if isinstance(error, CancelledError):
-        code = codes.CANCELLED
-    elif isinstance(error, (QueueFullError, EngineClosedError)):
+    if isinstance(error, (QueueFullError, EngineClosedError)):
         code = codes.UNAVAILABLE
     elif isinstance(error, (RequestError, UsageError)):
         code = codes.INVALID_ARG

@@ -13,7 +13,7 @@ from typing import Any
 from dflash_trt.errors import DflashError, QueueFullError
 from dflash_trt.runtime.generation import StreamEvent
 from dflash_trt.runtime.worker import EngineWorker, Ticket
-from dflash_trt.serving.errors import CancelledError, error_response
+from dflash_trt.serving.errors import error_response
 from dflash_trt.serving.metrics import Metrics
 from dflash_trt.serving.request import Ask
 
@@ -93,7 +93,7 @@ class Exchanges:
         """Ends a request as if its client had gone; one that is over already is none."""
         exchange = self._open.get(number)
         if exchange is not None:
-            self._events.put(lambda: self._end(exchange, CancelledError()))
+            self._events.put(lambda: self._abandon(exchange))
 
     def close(self) -> None:
         """Sends what is left, after the worker was closed."""
@@ -127,7 +127,7 @@ class Exchanges:
             if isinstance(event, DflashError):
                 self._end(exchange, event)
             elif exchange.sender.is_cancelled():
-                self._end(exchange, CancelledError())
+                self._abandon(exchange)
             elif exchange.ask.stream or event.generation is not None:
                 self._send(exchange, event)
         except Exception as error:  # its own alone
@@ -145,19 +145,33 @@ class Exchanges:
         self._looked_around = time.monotonic()
         for exchange in list(self._open.values()):
             if exchange.sender.is_cancelled():
-                self._end(exchange, CancelledError())
+                self._abandon(exchange)
         load = self._worker.load()
         if self._metrics is not None:
             self._metrics.update(load, self._refused)
         self._settled = not (self._open or load.slots_in_use or load.queue_depth)
 
     def _end(self, exchange: Exchange, error: Exception) -> None:
-        """Lets a request go that has not had its last response."""
+        """Lets a request go that has not had its last response: its error."""
+        if self._let_go(exchange):
+            self._send_error(exchange.sender, error)
+
+    def _abandon(self, exchange: Exchange) -> None:
+        """Lets a request go that nobody waits for.
+
+        Its last response is empty: after an error, tritonserver 2.51 would keep the ensemble's request for ever, if a
+        piece of its stream is still in another step.
+        """
+        if self._let_go(exchange):
+            exchange.sender.send(flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _let_go(self, exchange: Exchange) -> bool:
+        """Whether it was still there."""
         if exchange.ticket is not None:
             exchange.ticket.cancel()
-        if not exchange.over:
-            self._close(exchange)
-            self._send_error(exchange.sender, error)
+        was_open = not exchange.over
+        self._close(exchange)
+        return was_open
 
     def _send_error(self, sender: Any, error: Exception) -> None:
         try:

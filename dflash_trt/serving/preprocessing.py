@@ -12,7 +12,7 @@ from dflash_trt.bundle import read_info
 from dflash_trt.runtime.text import Tokenizer
 from dflash_trt.serving.errors import error_response
 from dflash_trt.serving.prompts import Prompts
-from dflash_trt.serving.request import Inputs, to_word_list
+from dflash_trt.serving.request import Inputs, to_word_list, words
 from dflash_trt.serving.results import Outputs, tensors
 from dflash_trt.serving.settings import Settings
 
@@ -49,7 +49,7 @@ class TritonPythonModel:
         max_tokens = inputs.scalar("max_tokens")
         if max_tokens is not None:
             outputs["REQUEST_OUTPUT_LEN"] = np.array([[max_tokens]], np.int32)
-        bad_words = self._prompts.bad_words(inputs.strings("bad_words"))
+        bad_words = self._prompts.bad_words(words(inputs, "bad_words"))
         if bad_words:
             outputs["BAD_WORDS_IDS"] = to_word_list(bad_words)
         return outputs

@@ -48,5 +48,5 @@ class Prompts:
         return tokens
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of the words; empty ones, which clients send for none, give none."""
-        return self._tokenizer.bad_words([word for word in words if word])
+        """Token sequences of the words."""
+        return self._tokenizer.bad_words(words)

@@ -13,6 +13,7 @@ from dflash_trt.errors import RequestError
 from dflash_trt.runtime.sampling_params import SamplingParams
 from dflash_trt.serving.tensors import REFUSED, Refused
 
+MOST_WORDS, MOST_CHARACTERS = 1000, 16384
 _SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p")
 _TAKEN_AS_THEY_ARE = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed")
 
@@ -134,7 +135,7 @@ def _check_neutral(inputs: Inputs, refused: Refused) -> None:
     array = inputs.array(name)
     if array is None or array.size == 0:
         return
-    values = array.reshape(-1)[:1000].tolist()
+    values = np.unique(array).tolist()
     asking = [value for value in values if value not in refused.neutral]
     if asking:
         shown = "what was sent" if array.size > 1 else repr(asking[0])
@@ -153,11 +154,25 @@ def _sampling(inputs: Inputs, bad_words: Sequence[Sequence[int]], vocab_size: in
     params = SamplingParams(
         **{"temperature": 1.0} | given | fields,
         max_tokens=max_tokens,
-        stop=tuple(word for word in inputs.strings("stop_words") if word),
+        stop=tuple(words(inputs, "stop_words")),
         bad_token_ids=tuple(map(tuple, bad_words)),
         **_end(inputs, vocab_size),
     )
     return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0) if greedy else params
+
+
+def words(inputs: Inputs, name: str) -> list[str]:
+    """The words of a tensor without the empty ones, which clients send for none.
+
+    Raises:
+        RequestError: so many or long ones that looking for them would hold up other requests.
+    """
+    found = [word for word in inputs.strings(name) if word]
+    characters = sum(map(len, found))
+    if len(found) > MOST_WORDS or characters > MOST_CHARACTERS:
+        what = f"{len(found)} words of {characters} characters; at most {MOST_WORDS} of {MOST_CHARACTERS} together"
+        raise RequestError(what, where=name, mend="Send fewer or shorter ones")
+    return found
 
 
 def _end(inputs: Inputs, vocab_size: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dflash_trt.runtime.generation import StreamEvent
 from dflash_trt.serving.engine_model import EngineModel
 from dflash_trt.serving.exchange import Exchange
 from dflash_trt.serving.prompts import Prompts
-from dflash_trt.serving.request import Ask, Inputs, read
+from dflash_trt.serving.request import Ask, Inputs, read, words
 from dflash_trt.serving.results import Outputs, results, strings, text_of
 from dflash_trt.serving.settings import Settings
 
@@ -31,7 +31,7 @@ class TritonPythonModel(EngineModel):
             inputs,
             self._prompts.encode(text),
             text,
-            self._prompts.bad_words(inputs.strings("bad_words")),
+            self._prompts.bad_words(words(inputs, "bad_words")),
             vocab_size=self.engine.vocab_size,
             exclude_input=self.exclude_input,
         )
