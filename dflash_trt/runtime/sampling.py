@@ -181,8 +181,9 @@ class Sampler:
         old = scores[ids]
         factor = np.float32(params.repetition_penalty)
         new = np.where(old < 0, old * factor, old / factor)
-        new -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
-        new -= np.float32(params.presence_penalty) * (counts > 0)
+        with np.errstate(over="ignore"):  # whoever chooses looks at the best score
+            new -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+            new -= np.float32(params.presence_penalty) * (counts > 0)
         scores[ids] = new
 
     def _kept(self, logits: Floats, history: History | None, path: Sequence[int]) -> tuple[Ids, Weights]:
