@@ -112,13 +112,18 @@ def _release(version: str, name: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 
 
+def check_device(info: BundleInfo, device: Device) -> None:
+    """Raises UsageError where a bundle's backend cannot run on a device, whatever machine it is."""
+    if info.backend == "onnxruntime" and device != "cpu":
+        mend = "Leave it out, or build with --backend torch"
+        raise UsageError(f"onnxruntime bundles run on the CPU, not on {device}", where="--device", mend=mend)
+
+
 def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0, device: Device = "cpu") -> Session:
     """Opens one graph of a bundle with the backend it was built for."""
     record = info.graphs[role]
+    check_device(info, device)
     if info.backend == "onnxruntime":
-        if device != "cpu":
-            mend = "Leave it out, or build with --backend torch"
-            raise UsageError(f"onnxruntime bundles run on the CPU, not on {device}", where="--device", mend=mend)
         from dflash_trt.backends.onnxruntime import OrtSession
 
         assert record.model is not None

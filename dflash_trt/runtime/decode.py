@@ -96,7 +96,7 @@ class Batch(ABC):
 
         Chunks depend on the prompt alone, never on what else is going on: so do the numbers that come of them.
         """
-        with timed("prefill", [sequence.statistics]):
+        with host_time([sequence.statistics]):
             self._prefill_chunk(row, sequence)
 
     def step(self) -> None:
@@ -128,7 +128,8 @@ class Batch(ABC):
         greedy, last = sequence.params.is_plain_greedy, start + len(chunk) == len(prompt)
         wanted = ["token_ids" if greedy else "logits"] if last else []
         wanted += ["context_features"] if self._speculation else []
-        outputs = self.target.run(chunk_inputs(chunk, start), wanted, self._target_cache.rows(row, row + 1))
+        with timed("prefill", [sequence.statistics]):
+            outputs = self.target.run(chunk_inputs(chunk, start), wanted, self._target_cache.rows(row, row + 1))
         sequence.statistics.target_passes += 1
         if self._speculation:
             self._inject(row, sequence, outputs["context_features"], len(chunk))

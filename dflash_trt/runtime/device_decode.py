@@ -95,8 +95,9 @@ class DeviceDecodeBatch(Batch):
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         step, statistics = self._device_step, sequence.statistics
-        for session, cache in zip(step.drafters, step.caches[1:], strict=True):
-            inject(session, cache.rows(row, row + 1), features, size, sequence.committed, self._slots.mask_token_id)
+        with timed("prefill", [statistics]):
+            for session, cache in zip(step.drafters, step.caches[1:], strict=True):
+                inject(session, cache.rows(row, row + 1), features, size, sequence.committed, self._slots.mask_token_id)
         statistics.draft_passes += 1
         statistics.redraft_passes += len(step.drafters) - 1
 

@@ -11,8 +11,6 @@ from dflash_trt.backends.base import Array, Cache, Session
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import Role
 
-_CHUNKS = 4  # that may wait
-
 
 @dataclass(frozen=True)
 class Block:
@@ -87,7 +85,7 @@ class Drafter:
         full_size: tokens of a row's largest block; graphs of a fixed shape always take so many.
         full_rows: rows of features that those graphs take, ascending: the fewest that hold what is pending. What is
             more than the last of them is injected in a pass of its own.
-        chunk: features that a pass of its own takes at most, or `full_rows[-1]`; four times as many may wait.
+        chunk: features that may wait at most, or `full_rows[-1]`, and so those that a pass of its own takes.
     """
 
     def __init__(
@@ -142,22 +140,15 @@ class Drafter:
 
     def overdue(self, row: int, size: int) -> bool:
         """Whether `size` features more would be too many to keep."""
-        return self.pending(row) + size > _CHUNKS * self._chunk
+        return self.pending(row) > 0 and self.pending(row) + size > self._chunk
 
-    def inject_pending(self, row: int) -> int:
-        """Writes a row's waiting features into its cache, in passes of their own; how many passes."""
-        passes, cache = 0, self.cache.rows(row, row + 1)
-        while self._pending[row]:
-            pieces: list[Array] = []
-            rest, size = self._pending[row], 0
-            while rest and (not pieces or size + len(rest[0]) <= self._chunk):
-                pieces, rest, size = [*pieces, rest[0]], rest[1:], size + len(rest[0])
-            features = self._session.stack([pieces], size)
-            inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
-            self._injected[row] += size
-            self._pending[row], self._waiting[row] = rest, self._waiting[row] - size
-            passes += 1
-        return passes
+    def inject_pending(self, row: int) -> None:
+        """Writes a row's waiting features into its cache, in a pass of their own."""
+        size, cache = self._waiting[row], self.cache.rows(row, row + 1)
+        features = self._session.stack([self._pending[row]], size)
+        inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
+        self._injected[row] += size
+        self._pending[row], self._waiting[row] = [], 0
 
     def late(self, rows: Iterable[int]) -> list[int]:
         """Those of the rows with more waiting than a drafting pass takes."""

@@ -168,27 +168,28 @@ class Engine:
             raise UsageError(f"{speculation!r} must be auto, on or off", where="speculation", mend="Choose one of them")
         drafting = self._drafting(speculation != "off", branches)
         if speculation != "auto":
-            return self._scheduler(drafting, max_queue)
+            return self._scheduler(drafting, self.limits.max_batch_size, max_queue)
         most = self.limits.branches if drafting.branches == "auto" else drafting.branches
-        batch = self._slots(_Drafting(True, most))
+        batch = self._slots(_Drafting(True, most), self.limits.max_batch_size)
         return Scheduler(batch, AdaptivePlan(self.limits, most, self.costs), _fixed_branches, max_queue)
 
-    def _scheduler(self, drafting: _Drafting, max_queue: int) -> Scheduler:
+    def _scheduler(self, drafting: _Drafting, slots: int, max_queue: int) -> Scheduler:
         """One whose steps are all alike."""
         most = self.limits.branches if drafting.branches == "auto" else drafting.branches
         plan: SpeculationPolicy = FixedPlan(Plan(self.limits.block_size - 1 if drafting.speculation else 0, most))
         policy = self._policy(drafting.branches)
-        return Scheduler(self._slots(drafting), plan, lambda plan: policy, max_queue)
+        return Scheduler(self._slots(drafting, slots), plan, lambda plan: policy, max_queue)
 
-    def _slots(self, drafting: _Drafting) -> SlotBatch:
+    def _slots(self, drafting: _Drafting, slots: int) -> SlotBatch:
         drafter = self.drafter if drafting.speculation else None
         vp_drafter = self.vp_drafter if drafting.branches else None
-        return SlotBatch(self.target, drafter, self.limits, self.mask_token_id, vp_drafter)
+        return SlotBatch(self.target, drafter, self.limits, self.mask_token_id, vp_drafter, slots)
 
     def _run(self, sequences: list[SequenceState], drafting: _Drafting) -> None:
         """Decodes all of them to their ends. Raises the first error of one."""
         if len(sequences) > 1 and not self._steps_on_device(sequences, drafting):
-            scheduler = self._scheduler(drafting, max_queue=len(sequences))
+            slots = min(len(sequences), self.limits.max_batch_size)
+            scheduler = self._scheduler(drafting, slots, max_queue=len(sequences))
             for sequence in sequences:
                 scheduler.submit(sequence)
             while not scheduler.is_idle:

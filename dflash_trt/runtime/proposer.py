@@ -105,8 +105,8 @@ class Proposer:
 
     def _inject_pending(self, drafter: Drafter, row: int, sequence: SequenceState) -> None:
         with self._meter.timed("prefill", [sequence.statistics], drafter.pending(row)):
-            passes = drafter.inject_pending(row)
-        sequence.statistics.count_draft_passes(self._stage(drafter), passes)
+            drafter.inject_pending(row)
+        sequence.statistics.count_draft_pass(self._stage(drafter))
 
     def propose(
         self, sequences: Mapping[int, SequenceState], rows: int, drafts: int, policy: BranchPolicy | None
@@ -159,7 +159,7 @@ class Proposer:
         with self._meter.timed(stage, [s.statistics for s in sequences.values()], tokens):
             drafts = drafter.draft(blocks, self._rows)
         for row, sequence in sequences.items():
-            sequence.statistics.count_draft_passes(stage)
+            sequence.statistics.count_draft_pass(stage)
             if not drafts[row].is_finite:
                 del drafts[row]
                 self._fault(row, not_finite(drafter.role))

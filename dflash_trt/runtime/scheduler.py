@@ -54,6 +54,16 @@ class ServingTotals:
         self.proposed_drafts += statistics.proposed_drafts
         self.accepted_drafts += statistics.accepted_drafts
 
+    def end(self, sequence: SequenceState) -> None:
+        """Counts a sequence that leaves, with how it ended."""
+        self.add(sequence)
+        if sequence.finish_reason is not None:
+            self.finished += 1
+        elif sequence.error is not None:
+            self.failed += 1
+        else:
+            self.cancelled += 1
+
 
 @dataclass(frozen=True)
 class ServingLoad:
@@ -103,7 +113,7 @@ class Scheduler:
             totals, sequences = ServingTotals(**vars(self._totals)), self._batch.sequences
             for sequence in sequences:
                 totals.add(sequence)
-            return ServingLoad(self._batch.limits.max_batch_size, len(sequences), len(self._queue), totals)
+            return ServingLoad(self._batch.slots, len(sequences), len(self._queue), totals)
 
     def submit(self, sequence: SequenceState) -> None:
         """Puts a sequence into the queue.
@@ -140,15 +150,14 @@ class Scheduler:
         return list(touched)
 
     def end_all(self, error: DflashError) -> None:
-        """Ends who waits and who runs with an error, when there will be no step any more."""
+        """Ends who waits and who runs with an error, when there will be no step any more. Touches no cache."""
         with self._lock:
-            for sequence in self._queue:
-                sequence.error = error
-                self._totals.failed += 1
-            self._queue.clear()
-            for row, sequence in list(self._batch.rows.items()):
+            for sequence in [*self._queue, *self._batch.rows.values()]:
                 sequence.error = sequence.error or error
-                self._leave(row, sequence)
+                self._totals.end(sequence)
+            self._queue.clear()
+            self._prompts.clear()
+            self._batch.rows.clear()
 
     def _leave_cancelled(self) -> None:
         kept = [sequence for sequence in self._queue if not sequence.cancelled]
@@ -162,13 +171,7 @@ class Scheduler:
         self._batch.leave(row)
         if sequence in self._prompts:
             self._prompts.remove(sequence)
-        self._totals.add(sequence)
-        if sequence.finish_reason is not None:
-            self._totals.finished += 1
-        elif sequence.error is not None:
-            self._totals.failed += 1
-        else:
-            self._totals.cancelled += 1
+        self._totals.end(sequence)
 
     def _admit(self) -> None:
         while self._queue and self._batch.free:

@@ -16,13 +16,14 @@ _SHRINK = 4  # a row's capacity is cut when so many times what is needed
 
 
 class SlotBatch(DecodeBatch):
-    """`DecodeBatch` over `limits.max_batch_size` rows of one allocation, free ones among them.
+    """`DecodeBatch` over the rows of one allocation, free ones among them.
 
     A pass takes the rows up to the last that takes part, so rows are kept together: `compact`. A sequence that fails
     has its error in `sequence.error`, and the others go on.
 
     Args:
         drafter, vp_drafter: None where steps never speculate, or never branch.
+        slots: rows; None for `limits.max_batch_size`.
     """
 
     def __init__(
@@ -32,13 +33,15 @@ class SlotBatch(DecodeBatch):
         limits: Limits,
         mask_token_id: int,
         vp_drafter: Session | None = None,
+        slots: int | None = None,
     ) -> None:
-        super().__init__(target, drafter, [], limits, mask_token_id, vp_drafter, slots=limits.max_batch_size)
+        self.slots = limits.max_batch_size if slots is None else slots
+        super().__init__(target, drafter, [], limits, mask_token_id, vp_drafter, slots=self.slots)
 
     @property
     def free(self) -> int:
         """Slots without a sequence."""
-        return self.limits.max_batch_size - len(self.rows)
+        return self.slots - len(self.rows)
 
     @property
     def active(self) -> list[int]:
@@ -47,7 +50,7 @@ class SlotBatch(DecodeBatch):
 
     def join(self, sequence: SequenceState) -> int:
         """Gives a sequence the first free slot; which one. Before its prompt is prefilled, `fit` makes room for it."""
-        row = next(row for row in range(self.limits.max_batch_size) if row not in self.rows)
+        row = next(row for row in range(self.slots) if row not in self.rows)
         self.rows[row] = sequence
         return row
 

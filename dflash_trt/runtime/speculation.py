@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.limits import Limits
@@ -18,8 +18,7 @@ from dflash_trt.runtime.statistics import Stage
 Speculation = Literal["auto", "on", "off"]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one step does for every row.
 
     Attributes:
@@ -85,7 +84,7 @@ _TRIAL = 2  # steps of a trial
 _EXTENSION = 12  # steps by which one that pays goes on
 _HOPELESS = 0.6  # part of the best rate
 _REST = 32  # steps between two trials of a plan
-_SHARE = 0.015  # of the time that trials may lose
+_SHARE = 0.01  # of the time that trials may lose
 _CREDIT = 20  # steps' time that may be saved up for trials
 _MEMORY = 0.97  # per step, of what injecting features that waited takes
 
@@ -123,7 +122,7 @@ class AdaptivePlan:
 
     def __init__(self, limits: Limits, branches: int, costs: PassCosts | None) -> None:
         self._plans = {plan: pass_sizes(limits, plan) for plan in candidates(limits, branches)}
-        self._yield = StepYield(limits.block_size - 1, branches)
+        self._yield = StepYield(*max(self._plans))
         self._times = StepTimes(costs)
         self._injection = 0.0  # seconds per row of a step that drafts
         self._steps = 0
@@ -175,17 +174,16 @@ class AdaptivePlan:
     def _observe_times(self, outcome: StepOutcome) -> None:
         """Learns from passes of the planned size: at their ends sequences draft less."""
         plan, rows, seconds = outcome.plan, outcome.rows, outcome.seconds
+        parts: dict[Part, float] = {"verify": seconds["verify"] + seconds["host"]}
         if plan.drafts:
             injection = seconds.get("prefill", 0.0) / self._times.pace / rows
             self._injection += (1 - _MEMORY) * (injection - self._injection)
-        parts: dict[Part, float] = {"verify": seconds["verify"] + seconds["host"]}
-        if "draft" in seconds:
+            if all(proposed < plan.drafts for proposed, _ in outcome.trunk):
+                return
             parts["draft"] = seconds["draft"]
-        if "redraft" in seconds:
-            parts["redraft"] = seconds["redraft"]
-        if any(proposed == plan.drafts for proposed, _ in outcome.trunk):
-            sizes = {part: size for part, size in self._plans[plan].items() if part in parts}
-            self._times.observe(rows, sizes, parts)
+            if plan.branches and "redraft" in seconds:
+                parts["redraft"] = seconds["redraft"]
+        self._times.observe(rows, self._plans[plan], parts)
 
     def _choose(self, rows: int) -> _Choice:
         seconds = {plan: self._seconds(rows, plan) for plan in self._plans}

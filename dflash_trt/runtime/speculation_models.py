@@ -14,6 +14,7 @@ from dflash_trt.runtime.branching import PassCosts
 Part = Literal["draft", "redraft", "verify"]
 
 REACH = 4  # how many times larger than the largest pass that was measured another may be
+_TICK = 1e-9  # seconds: the least that is taken for a time
 _REFIT = 32  # passes after which a line is drawn anew
 # Variances of the logarithm of a time:
 _UNKNOWN = 0.25  # of a pass that was never measured
@@ -22,6 +23,8 @@ _SEEDED = 0.05  # of one that was measured when the bundle was built
 _DRIFT = 1e-5  # what a pass takes, from one step to the next
 _PACE_DRIFT = 2e-3  # the pace of the machine, from one step to the next
 _NOISE = 0.02  # at first: one time, from the next
+_NOISE_RATE = 0.02  # of learning what it is here
+_LEAST_NOISE = 0.002
 _FIRST = 10  # times as much has the first time of a pass: it allocates
 _OUTLIER = 3.0  # standard deviations that a surprise counts for at most
 
@@ -129,20 +132,20 @@ class StepTimes:
         return all(rows * (size + 1) <= REACH * self._curve(part).largest for part, size in sizes.items())
 
     def observe(self, rows: int, sizes: Mapping[Part, int], seconds: Mapping[Part, float]) -> None:
-        """Takes in the passes of one step."""
+        """Takes in passes of one step, those of `seconds`."""
         self._step += 1
         self._pace_variance += _PACE_DRIFT
-        whole = sum(seconds[part] for part in sizes)
-        for part, size in sizes.items():
-            curve = self._curves[part]
+        whole = sum(seconds.values())
+        for part, took in seconds.items():
+            took = max(took, _TICK)
+            curve, size, noise = self._curves[part], sizes[part], self._noise * whole / took
             time = curve.times.get(rows, {}).get(size)
-            noise = self._noise * whole / seconds[part]
             if time is None:
-                first = self._curve(part).seconds(rows, size) if self.knows(part) else seconds[part] / self.pace
+                first = self._curve(part).seconds(rows, size) if self.knows(part) else took / self.pace
                 time = _Time(first, _UNKNOWN, self._step)
                 curve.put(rows, size, time)
                 noise *= _FIRST
-            self._learn(time, seconds[part], noise)
+            self._learn(time, took, noise)
 
     def _learn(self, time: _Time, seconds: float, noise: float) -> None:
         """One pass; the noise of a short one is larger, since it tells little of the pace."""
@@ -150,6 +153,9 @@ class StepTimes:
         variance = own + self._pace_variance + noise
         most = _OUTLIER * math.sqrt(variance)
         surprise = max(-most, min(most, math.log(seconds / time.seconds) - self._pace))
+        if time.variance < _SURE:
+            self._noise *= math.exp(_NOISE_RATE * (surprise * surprise / variance - 1))
+            self._noise = max(_LEAST_NOISE, self._noise)
         time.seconds *= math.exp(own / variance * surprise)
         time.variance, time.step = own * (1 - own / variance), self._step
         self._pace += self._pace_variance / variance * surprise
@@ -175,9 +181,9 @@ class _Mean:
     memory: float
     inertia: float
 
-    def age(self) -> None:
+    def age(self, steps: int) -> None:
         if self.weight > self.inertia:
-            self.weight = max(self.inertia, self.weight * self.memory)
+            self.weight = max(self.inertia, self.weight * self.memory**steps)
 
     def add(self, total: float, count: int) -> None:
         self.weight += count
@@ -200,11 +206,16 @@ class StepYield:
         self._right = [_Mean(0.8, 2.0, _MEMORY, _INERTIA) for _ in range(drafts)]
         self._gain = _Mean(1.5, 8.0, _GAIN_MEMORY, _GAIN_INERTIA)  # of all branches, over the trunk
         self._gains = [_Mean(0.0, 0.0, _GAIN_MEMORY, _GAIN_INERTIA) for _ in range(branches)]
+        self._steps = 0  # since the last that drafted
 
     def observe(self, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> None:
         """Takes in a step: of each sequence, drafts of the trunk, those of them that were right, and all its tokens."""
+        self._steps += 1
+        if not any(proposed for proposed, _ in trunk):
+            return
         for mean in (*self._right, self._gain, *self._gains):
-            mean.age()
+            mean.age(self._steps)
+        self._steps = 0
         for proposed, agreed in trunk:
             for mean in self._right[:agreed]:
                 mean.add(1.0, 1)

@@ -44,12 +44,12 @@ class GenerationStatistics:
     redraft_passes: int = 0
     seconds: dict[Stage, float] = field(default_factory=_no_seconds)
 
-    def count_draft_passes(self, stage: DraftStage, passes: int = 1) -> None:
-        """Count forward passes of the drafter or, for "redraft", of the VP drafter."""
+    def count_draft_pass(self, stage: DraftStage) -> None:
+        """Count one forward pass of the drafter or, for "redraft", of the VP drafter."""
         if stage == "draft":
-            self.draft_passes += passes
+            self.draft_passes += 1
         else:
-            self.redraft_passes += passes
+            self.redraft_passes += 1
 
     def record_step(self, *, proposed: int, yielded: int) -> None:
         """Count one step that proposed so many drafts and yielded so many tokens, the bonus token among them.

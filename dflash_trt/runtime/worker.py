@@ -47,6 +47,7 @@ class EngineWorker:
         self._requests: dict[SequenceState, tuple[StreamReader, OnEvent]] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._why = "the engine was closed, or serves another process"
         self._thread = threading.Thread(target=self._run, name="dflash-trt engine", daemon=True)
         atexit.register(self.close)  # a thread that is inside a backend when the interpreter ends takes it down
         self._thread.start()
@@ -64,7 +65,7 @@ class EngineWorker:
         sequence = self._engine.sequence(prompt, params)
         with self._changed:
             if self._closed or not self._thread.is_alive():  # after a fork there is no thread in the child
-                raise _closed()
+                raise self._closed_error()
             self._scheduler.submit(sequence)
             self._requests[sequence] = StreamReader(sequence), on_event
             self._changed.notify()
@@ -99,20 +100,24 @@ class EngineWorker:
         self.close()
 
     def _run(self) -> None:
-        last: DflashError = _closed()
+        last: DflashError = self._closed_error()
         try:
             while self._wait():
                 for sequence in self._scheduler.step():
                     self._deliver(sequence)
         except BaseException as error:
             _log.exception("the engine's thread failed")
-            last = BackendError(f"the engine stopped: {type(error).__name__}: {error}", mend="Load it again")
+            self._why = f"the engine stopped: {type(error).__name__}: {error}"
+            last = BackendError(self._why, mend="Load it again")
         with self._changed:
             self._closed = True
             left, self._requests = self._requests, {}
-        self._scheduler.end_all(last)
         for _, on_event in left.values():
             _call(on_event, last)
+        self._scheduler.end_all(last)
+
+    def _closed_error(self) -> EngineClosedError:
+        return EngineClosedError(self._why, mend="Load it again")
 
     def _wait(self) -> bool:
         """Until there is something to do; False once closed."""
@@ -141,10 +146,6 @@ class Ticket:
     def cancel(self) -> None:
         """Ends it, from any thread; its slot is free before the next step. After its end nothing happens."""
         self._worker.cancel(self._sequence)
-
-
-def _closed() -> EngineClosedError:
-    return EngineClosedError("the engine was closed, or serves another process", mend="Load it again")
 
 
 def _call(on_event: OnEvent, event: StreamEvent | DflashError) -> bool:

@@ -75,8 +75,9 @@ class Exchanges:
                 ask.prompt, ask.params, lambda event: self._events.put(lambda: self._deliver(exchange, event))
             )
         except BaseException:
-            self._close(exchange)
-            raise
+            if self._let_go(exchange):
+                raise
+            return  # its client left meanwhile, and that was its end
         if exchange.over:  # cancelled while it was handed over
             exchange.ticket.cancel()
 
@@ -166,11 +167,10 @@ class Exchanges:
             exchange.sender.send(flags=self._backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _let_go(self, exchange: Exchange) -> bool:
-        """Whether it was still there."""
-        if exchange.ticket is not None:
+        """Whether it was still there; of two threads one is told so."""
+        was_open = self._close(exchange)
+        if exchange.ticket is not None:  # else `begin` will see that it is over
             exchange.ticket.cancel()
-        was_open = not exchange.over
-        self._close(exchange)
         return was_open
 
     def _send_error(self, sender: Any, error: Exception) -> None:
@@ -182,6 +182,6 @@ class Exchanges:
     def _log(self, error: Exception) -> None:
         self._backend.Logger.log_error(f"dflash_trt: {type(error).__name__}: {error}")
 
-    def _close(self, exchange: Exchange) -> None:
+    def _close(self, exchange: Exchange) -> bool:
         exchange.over = True
-        self._open.pop(exchange.number, None)
+        return self._open.pop(exchange.number, None) is not None

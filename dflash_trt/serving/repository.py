@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from dflash_trt.bundle import BundleInfo
-from dflash_trt.errors import UsageError
-from dflash_trt.loading import Device, open_info
+from dflash_trt.errors import DflashError, UsageError
+from dflash_trt.loading import Device, check_device, open_info
 from dflash_trt.output import atomic_output
 from dflash_trt.runtime.branching import chosen_branches
 from dflash_trt.runtime.scheduler import DEFAULT_QUEUE
 from dflash_trt.runtime.speculation import Speculation
+from dflash_trt.runtime.text import Tokenizer
 from dflash_trt.runtime.trace import Branches
 from dflash_trt.serving import configs
 from dflash_trt.serving.check import CONFIG, check_repository
@@ -80,9 +81,11 @@ def write_repository(bundle: Path, output: Path, options: Options, *, force: boo
         BundleError: the bundle is missing or damaged, or `output` is in the way.
         UsageError: an option that the bundle cannot have.
     """
-    bundle, folder = bundle.resolve(), output.absolute().parent.resolve() / output.name
+    _check_encodes(bundle, output)
+    bundle, parent = bundle.resolve(), output.absolute().parent.resolve()
+    folder = output.resolve() if output.name in ("", "..") else parent / output.name
     info = open_info(bundle)
-    _check_options(info, options)
+    _check_options(bundle, info, options)
     if folder.is_relative_to(bundle):
         what = "lies in the bundle, which must stay as it was built"
         raise UsageError(what, where=f"--output {output}", mend="Choose another place")
@@ -99,7 +102,7 @@ def write_repository(bundle: Path, output: Path, options: Options, *, force: boo
         (temporary / "requirements.txt").write_text(requirements_text(info.backend), encoding="utf-8")
         for wheel in folder.glob(WHEELS):  # put there for the Dockerfile
             shutil.copy2(wheel, temporary)
-        check_repository(temporary)
+        _check(temporary, folder)
     return Repository(folder, names, bundle, info)
 
 
@@ -113,7 +116,29 @@ def is_repository(folder: Path) -> bool:
         return False
 
 
-def _check_options(info: BundleInfo, options: Options) -> None:
+def _check_encodes(*paths: Path) -> None:
+    """config.pbtxt is UTF-8, and so are the paths in it."""
+    for path in paths:
+        try:
+            str(path.absolute()).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError("is not valid UTF-8", where=repr(str(path)), mend="Choose another name") from error
+
+
+def _check(temporary: Path, folder: Path) -> None:
+    """`check_repository` of a folder that is not in its place yet, but is spoken of as if it were."""
+    try:
+        check_repository(temporary)
+    except DflashError as error:
+        texts = [text.replace(str(temporary), str(folder)) for text in (error.what, error.where, error.mend)]
+        raise type(error)(texts[0], where=texts[1], mend=texts[2]) from error
+
+
+def _check_options(bundle: Path, info: BundleInfo, options: Options) -> None:
+    check_device(info, options.device)
+    if options.chat and not Tokenizer(bundle / "tokenizer").has_chat_template:
+        mend = "Leave it out, or add chat_template.jinja to the target and build again"
+        raise UsageError("the model has no chat template", where="--chat", mend=mend)
     if options.max_queue < 0:
         raise UsageError(f"{options.max_queue} must be at least 0", where="--max-queue", mend="Use more")
     chosen_branches(

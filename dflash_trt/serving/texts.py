@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,16 +103,21 @@ Written by {PACKAGE} {__version__}: {info.target.architecture} for {info.backend
 
 
 def _start(described: Described) -> str:
-    folder = described.folder
-    mounted = folder if described.copied else Path(os.path.commonpath([folder, described.bundle]))
-    up = Path(os.path.relpath(mounted, folder)).as_posix()
-    volume = "" if described.copied else f'--volume "$(realpath {up})":/models '
-    inside = Path("/models", os.path.relpath(folder, mounted)).as_posix()
+    folder, bundle = described.folder, described.bundle
+    volumes, repository = "", "/models"
+    if not described.copied:
+        common = os.path.commonpath([folder, bundle])
+        repository = _inside(folder, common)
+        path = shlex.quote(Path(os.path.relpath(bundle, folder)).as_posix())
+        volumes = (
+            f'--volume "$PWD":{shlex.quote(repository)}:ro \\\n        '
+            f'--volume "$(realpath {path})":{shlex.quote(_inside(bundle, common))}:ro '
+        )
     gpus = "" if described.info.backend == "onnxruntime" else "--gpus all "
     why = (
         "The image holds this folder, and with it the bundle."
         if described.copied
-        else f"`{up}` is mounted, which holds this folder and the bundle: they are joined by a relative path."
+        else "This folder and the bundle are mounted where the relative path from one to the other is the same."
     )
     return f"""\
 ## Start
@@ -120,14 +126,15 @@ With NVIDIA's image, in this folder, after putting the package's wheel into it (
 
     docker build --tag dflash-trt-server .
     docker run --rm {gpus}--shm-size 1g --ulimit stack=67108864 \\
-        --publish 8000-8002:8000-8002 {volume}\\
-        dflash-trt-server tritonserver --model-repository={inside}
+        --publish 8000-8002:8000-8002 {volumes}\\
+        dflash-trt-server tritonserver --model-repository={shlex.quote(repository)}
 
 {why}
 The Python backend hands tensors over in shared memory, for which Docker's 64 MB are little. The larger stack is for
 requests of several megabytes over HTTP, on which a server (2.51 was seen to) otherwise crashes before it asks a model.
 
-Without a container, with a tritonserver and its Python backend at hand, whose Python is 3.11 or later:
+Without a container, with a tritonserver and its Python backend at hand, whose Python is 3.11 or later (a backend that
+is older than NumPy 2, as that of 2.51, dies of it at the first request: `pip install 'numpy<2'` there):
 
     pip install --requirement requirements.txt && pip install --no-deps dflash_trt-*.whl
     ulimit -s 65536
@@ -140,6 +147,11 @@ Then:
     curl --no-buffer localhost:8000/v2/models/{described.model}/generate_stream \\
         --data '{{"text_input": "Once upon a time", "max_tokens": 32, "stream": true}}'
 """
+
+
+def _inside(path: Path, common: str) -> str:
+    """Where a folder is in the container."""
+    return Path("/models", os.path.relpath(path, common)).as_posix()
 
 
 def _moving(described: Described) -> str:

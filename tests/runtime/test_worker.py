@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from runtime.triples import small_triple
 
+from dflash_trt.backends.torch import TorchCache
 from dflash_trt.errors import BackendError, DflashError, EngineClosedError, QueueFullError, RequestError, UsageError
 from dflash_trt.runtime.async_engine import AsyncEngine
 from dflash_trt.runtime.engine import Engine
@@ -170,7 +171,7 @@ def test_a_thread_that_fails_says_so_to_everybody(engine: Engine, monkeypatch: p
         error = receivers[0].last()
         assert isinstance(error, BackendError)
         assert "ZeroDivisionError" in str(error)
-        with pytest.raises(RequestError, match="closed"):
+        with pytest.raises(EngineClosedError, match="ZeroDivisionError"):
             worker.submit(PROMPTS[0], LONG, receivers[1])
 
 
@@ -233,6 +234,31 @@ print("over")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+
+
+def test_a_device_that_stays_broken_is_told_to_everybody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes fail, and so does the wiping of their rows: nobody is left waiting, and what comes later hears why."""
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("illegal address")
+
+    receivers = [Receiver() for _ in range(5)]
+    with EngineWorker(engine, speculation="on") as worker:
+        monkeypatch.setattr(TorchCache, "clear_row", broken)
+        monkeypatch.setattr(engine.target, "run", broken)
+        for receiver in receivers:
+            try:
+                worker.submit(PROMPTS[0], LONG, receiver)
+            except EngineClosedError as error:
+                receiver(error)
+        for receiver in receivers:
+            error = receiver.last()
+            assert isinstance(error, DflashError)
+            assert "illegal address" in str(error)
+        with pytest.raises(EngineClosedError, match="the engine stopped: RuntimeError: illegal address"):
+            worker.submit(PROMPTS[0], LONG, Receiver())
+        load = worker.load()
+        assert (load.slots_in_use, load.queue_depth) == (0, 0)
 
 
 # -- asyncio

@@ -60,7 +60,11 @@ def test_a_server_without_metrics(repository_of, bundle):
 
 
 def test_chat_needs_a_template(repository_of, bundle, layout):
-    with serving_here(repository_of(bundle, layout, chat=True)) as server:
+    folder = repository_of(bundle, layout)
+    model = "preprocessing" if layout == "ensemble" else "dflash_trt"
+    key = 'key: "chat"\n  value {\n    string_value: '
+    edit(folder, model, f'{key}"false"', f'{key}"true"')
+    with serving_here(folder) as server:
         assert "has no chat template" in ask(server).error.message()
 
 

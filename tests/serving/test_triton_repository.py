@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from models_here import read_config, serving_here
 
-from dflash_trt.errors import BundleError, UsageError
+from dflash_trt.errors import BundleError, ExportError, UsageError
+from dflash_trt.serving import repository
 from dflash_trt.serving.check import check_repository
 from dflash_trt.serving.repository import Options, write_repository
 
@@ -55,7 +57,7 @@ def test_single_model_is_complete(bundle, tmp_path, run_cli):
 
 
 def test_parameters_come_from_the_options(d2sd_bundle, tmp_path, run_cli):
-    options = ("--speculation", "on", "--branches", 2, "--max-queue", 5, "--threads", 3, "--chat")
+    options = ("--speculation", "on", "--branches", 2, "--max-queue", 5, "--threads", 3)
     assert run_cli("triton", d2sd_bundle, "--output", tmp_path / "r", *options).code == 0
     engine = read_config(tmp_path / "r/dflash_trt/config.pbtxt").parameters
     assert {key: value.string_value for key, value in engine.items()} == {
@@ -68,7 +70,7 @@ def test_parameters_come_from_the_options(d2sd_bundle, tmp_path, run_cli):
         "exclude_input_in_output": "true",
     }
     text = read_config(tmp_path / "r/preprocessing/config.pbtxt").parameters
-    assert (text["chat"].string_value, text["add_special_tokens"].string_value) == ("true", "true")
+    assert (text["chat"].string_value, text["add_special_tokens"].string_value) == ("false", "true")
 
 
 def test_nothing_is_left_to_fill_in(bundle, tmp_path):
@@ -165,6 +167,8 @@ def test_force_replaces_nothing_else(written, tmp_path, run_cli, what):
         (("--speculation", "maybe"), "'maybe' is not one of"),
         (("--threads", -2), "-2 is not in the range"),
         (("--branches", "many"), "'many' is not a valid integer"),
+        (("--device", "cuda"), "onnxruntime bundles run on the CPU, not on cuda"),
+        (("--chat",), "the model has no chat template"),
     ],
 )
 def test_bad_options(bundle, tmp_path, run_cli, options, said):
@@ -215,7 +219,8 @@ def test_damaged_bundle(damaged, tmp_path, run_cli, copy):
 
 def test_readme_says_how_to_start(written, tmp_path):
     text = (written / "README.md").read_text()
-    assert '--volume "$(realpath ..)":/models ' in text
+    assert '--volume "$PWD":/models/repository:ro ' in text
+    assert '--volume "$(realpath ../bundle)":/models/bundle:ro ' in text
     assert "--ulimit stack=" in text
     assert "ulimit -s" in text
     assert "--model-repository=/models/repository" in text
@@ -227,6 +232,41 @@ def test_readme_says_how_to_start(written, tmp_path):
     assert "/v2/models/ensemble/generate_stream" in text
     assert "COPY . /models" in (tmp_path / "copied" / "Dockerfile").read_text()
     assert "COPY . /models" not in (written / "Dockerfile").read_text()
+
+
+def test_names_are_quoted_and_need_be_no_placeholder(bundle, tmp_path):
+    """A folder may be called anything that config.pbtxt can hold."""
+    named = shutil.copytree(bundle, tmp_path / "it's a ${bundle}")
+    done = write_repository(named, tmp_path / "a 'folder'", Options())
+    check_repository(done.folder)
+    command = (done.folder / "README.md").read_text().replace("\\\n", "").split("docker run")[1].splitlines()[0]
+    script = f"docker() {{ printf '%s\\n' \"$@\"; }}; docker {command}"
+    shell = subprocess.run(["sh", "-c", script], cwd=done.folder, check=True, capture_output=True, text=True)
+    words = shell.stdout.splitlines()
+    assert f"{done.folder}:/models/a 'folder':ro" in words
+    assert f"{named}:/models/it's a ${{bundle}}:ro" in words
+    assert "--model-repository=/models/a 'folder'" in words
+    with pytest.raises(UsageError, match="is not valid UTF-8"):
+        write_repository(bundle, tmp_path / "bad\udcff", Options())
+
+
+def test_the_folder_that_one_is_in(written, tmp_path, run_cli, monkeypatch):
+    """"." is that folder, never the one above."""
+    monkeypatch.chdir(written / "dflash_trt")
+    before = files(tmp_path)
+    for output in (".", "", "1/.."):
+        done = run_cli("triton", tmp_path / "bundle", "--output", output, "--force")
+        assert done.code == 2
+        assert f"{written / 'dflash_trt'}: exists already and is not" in done.err
+    assert files(tmp_path) == before
+
+
+def test_what_is_wrong_is_told_of_the_place_it_will_have(written, tmp_path, monkeypatch):
+    monkeypatch.setitem(repository.MODULES, "preprocessing", "nothing")
+    with pytest.raises(ExportError) as error:
+        write_repository(tmp_path / "bundle", tmp_path / "other", Options())
+    assert str(tmp_path / "other/preprocessing/1/model.py") in error.value.message()
+    assert ".partial" not in error.value.message()
 
 
 def test_requirements_are_those_of_the_package(written, torch_bundle, tmp_path):
