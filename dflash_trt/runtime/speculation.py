@@ -6,6 +6,7 @@ policy changes an output token: the target decides those.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
@@ -84,9 +85,10 @@ _TRIAL = 2  # steps of a trial
 _EXTENSION = 12  # steps by which one that pays goes on
 _HOPELESS = 0.6  # part of the best rate
 _REST = 32  # steps between two trials of a plan
+_LATEST = 400  # steps after which what is best of speculation, or none of it, is tried in any case
 _SHARE = 0.01  # of the time that trials may lose
 _CREDIT = 20  # steps' time that may be saved up for trials
-_MEMORY = 0.97  # per step, of what injecting features that waited takes
+_MEMORY = 0.98  # per step that drafts, of what injecting prompts takes
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class AdaptivePlan:
         self._plans = {plan: pass_sizes(limits, plan) for plan in candidates(limits, branches)}
         self._yield = StepYield(*max(self._plans))
         self._times = StepTimes(costs)
-        self._injection = 0.0  # seconds per row of a step that drafts
+        self._injection = 0.0  # seconds per row of a step that drafts, behind another that does
         self._steps = 0
         self._resting = 0  # steps since the last that drafted
         self._choices: dict[int, _Choice] = {}
@@ -150,9 +152,9 @@ class AdaptivePlan:
         plan, rows = outcome.plan, outcome.rows
         self._steps += 1
         self._tried[rows.bit_length(), plan] = self._steps
-        self._resting = 0 if plan.drafts else self._resting + 1
         self._yield.observe(plan.branches, outcome.trunk, outcome.yielded)
         self._observe_times(outcome)
+        self._resting = 0 if plan.drafts else self._resting + 1
         choice = self._choices.get(rows)
         if choice is not None:
             best = choice.seconds[choice.best]
@@ -176,8 +178,9 @@ class AdaptivePlan:
         plan, rows, seconds = outcome.plan, outcome.rows, outcome.seconds
         parts: dict[Part, float] = {"verify": seconds["verify"] + seconds["host"]}
         if plan.drafts:
-            injection = seconds.get("prefill", 0.0) / self._times.pace / rows
-            self._injection += (1 - _MEMORY) * (injection - self._injection)
+            if not self._resting:
+                injection = seconds.get("prefill", 0.0) / self._times.pace / rows
+                self._injection += (1 - _MEMORY) * (injection - self._injection)
             if all(proposed < plan.drafts for proposed, _ in outcome.trunk):
                 return
             parts["draft"] = seconds["draft"]
@@ -203,13 +206,15 @@ class AdaptivePlan:
         return rows * self._yield.tokens(plan.drafts, plan.branches) / seconds if reaches else 0.0
 
     def _reference(self, rows: int, choice: _Choice) -> _Trial | None:
-        """A trial of what must be known at this load: none, and the best speculation, unless one is plainly worse."""
-        best = self._best_speculation(choice)
-        least = _HOPELESS * choice.rates[choice.best]
-        for plan in (OFF, best):
-            if (rows.bit_length(), plan) not in self._tried and choice.rates[plan] >= least:
-                return _Trial(plan, free=True)
-        return None
+        """A trial of what must be known at this load, unless it is plainly worse, and not be forgotten: the best
+        speculation, and none."""
+        other = self._best_speculation(choice) if choice.best == OFF else OFF
+        age = self._age(rows, other)
+        if age == math.inf:
+            wanted = choice.rates[other] >= _HOPELESS * choice.rates[choice.best]
+        else:
+            wanted = (self._resting if choice.best == OFF else age) >= _LATEST
+        return _Trial(other, free=True) if wanted else None
 
     def _best_speculation(self, choice: _Choice) -> Plan:
         return max((plan for plan in self._plans if plan.drafts), key=choice.rates.__getitem__)
@@ -220,15 +225,19 @@ class AdaptivePlan:
         Without speculation that is the best one: whichever it is, it shows whether drafts are right again.
         """
         if choice.best == OFF:
-            ages = {self._best_speculation(choice): self._resting}
+            ages: dict[Plan, float] = {self._best_speculation(choice): self._resting}
         else:
-            tried = {plan: self._tried.get((rows.bit_length(), plan), 0) for plan in self._plans}
-            ages = {plan: self._steps - last for plan, last in tried.items() if plan != choice.best}
+            ages = {plan: min(self._steps, self._age(rows, plan)) for plan in self._plans if plan != choice.best}
         losses = {plan: self._loss(plan, choice) for plan, age in ages.items() if age >= _REST}
         if not losses:
             return None
         due = max(losses, key=lambda plan: ages[plan] / losses[plan])
         return _Trial(due, free=False) if losses[due] <= self._credit else None
+
+    def _age(self, rows: int, plan: Plan) -> float:
+        """Steps since the plan was tried with about as many rows."""
+        last = self._tried.get((rows.bit_length(), plan))
+        return math.inf if last is None else self._steps - last
 
     def _loss(self, plan: Plan, choice: _Choice) -> float:
         """Seconds that a trial is expected to lose, at least a little."""

@@ -15,6 +15,7 @@ Part = Literal["draft", "redraft", "verify"]
 
 REACH = 4  # how many times larger than the largest pass that was measured another may be
 _TICK = 1e-9  # seconds: the least that is taken for a time
+_SLACK = 1.05  # times what a larger pass takes is the most that one is thought to take
 _REFIT = 32  # passes after which a line is drawn anew
 # Variances of the logarithm of a time:
 _UNKNOWN = 0.25  # of a pass that was never measured
@@ -62,13 +63,11 @@ class _Curve:
         self._until_fit = 0
 
     def seconds(self, rows: int, size: int) -> float:
-        """Of such a pass at the usual pace: if it is hardly known, no more than a larger one of as many sequences."""
+        """Of such a pass at the usual pace: hardly more than a larger one of as many sequences."""
         times = self.times.get(rows, {})
-        time = times.get(size)
-        if time is not None and time.variance < _SURE:
-            return time.seconds
-        least = min((time.seconds for other, time in times.items() if other >= size), default=math.inf)
-        return least if time is not None else min(least, self._on_line(rows * (size + 1)))
+        usual = times[size].seconds if size in times else self._on_line(rows * (size + 1))
+        larger = min((time.seconds for other, time in times.items() if other > size), default=math.inf)
+        return min(usual, _SLACK * larger)
 
     def _on_line(self, x: int) -> float:
         if self._until_fit == 0:
