@@ -99,7 +99,7 @@ def chosen_branches(
     if asked is None:
         return built if speculation else 0
     if not speculation:
-        mend = "Leave it out, or speculate"
+        mend = "Leave it out, or leave out --no-speculation (of a server: --speculation off)"
         raise UsageError("there are none in token-by-token decoding", where="--branches", mend=mend)
     if not vp_drafter:
         mend = "Build it with --vp-drafter, or leave --branches out"
