@@ -57,6 +57,8 @@ class Session(Protocol):
     graph: GraphSpec
     fixed_shapes: bool
     """Whether decode steps must always bring the bundle's full block and tree sizes, padded."""
+    keeps_features: bool
+    """Whether `context_features` of a pass stay what they are in later ones, so that nobody need copy them."""
     longest_pass: int | None
     """New tokens a pass may have at most, a prompt's chunk too; None for any number."""
     whole_steps: bool | None

@@ -63,6 +63,7 @@ class EngineSession:
     """
 
     fixed_shapes = True
+    keeps_features = False
 
     def __init__(
         self,

@@ -53,6 +53,7 @@ class OrtSession:
     """A graph opened in ONNX Runtime (see `backends.base.Session`)."""
 
     fixed_shapes = False
+    keeps_features = True
     longest_pass: int | None = None
     whole_steps: bool | None = None
 

@@ -49,6 +49,7 @@ class TorchSession:
     """A module run eagerly (see `backends.base.Session`); on CUDA whole steps are best, as captured graphs."""
 
     fixed_shapes = False
+    keeps_features = True
 
     def __init__(self, module: torch.nn.Module, graph: GraphSpec, device: str = "cpu") -> None:
         self.graph = graph

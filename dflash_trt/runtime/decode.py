@@ -181,8 +181,7 @@ class DecodeBatch(Batch):
 
     def _inject(self, row: int, sequence: SequenceState, features: Array, size: int) -> None:
         assert self._proposer is not None
-        copied = features[0][list(range(size))]  # a session may use its memory again
-        self._proposer.accept(row, sequence, copied)
+        self._proposer.accept(row, sequence, self._kept(features[0], list(range(size))))
 
     def abandon(self) -> None:
         """Caches and pending features go with the batch."""
@@ -280,4 +279,8 @@ class DecodeBatch(Batch):
         sequence.committed += len(path)
         if self._proposer is not None:
             assert features is not None
-            self._proposer.accept(row, sequence, features[row][path])
+            self._proposer.accept(row, sequence, self._kept(features[row], path))
+
+    def _kept(self, features: Array, rows: list[int]) -> Array:
+        """Rows of features [N, T*H], to be kept over later passes. Part of them is copied, or all would be kept."""
+        return features if self.target.keeps_features and len(rows) == len(features) else features[rows]

@@ -152,7 +152,7 @@ class StandIn:
     `used` has the names of the profiles.
     """
 
-    fixed_shapes, longest_pass, whole_steps, device = True, None, False, "cpu"
+    fixed_shapes, keeps_features, longest_pass, whole_steps, device = True, False, None, False, "cpu"
 
     def __init__(self, role: Role, limits: Limits, random: np.random.Generator) -> None:
         self.graph, self.random = GRAPHS[role], random
