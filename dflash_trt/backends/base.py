@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -49,6 +49,25 @@ class Cache(Protocol):
 
     def move(self, index: int, sources: Sequence[int], destination: int) -> None:
         """Copies slots `sources` of row `index` to `destination`, `destination` + 1, ... in every layer."""
+
+
+class SlicedCache:
+    """What caches over numpy arrays and over torch tensors share (see `Cache`): both slice alike."""
+
+    def __init__(self, buffers: list[Any]) -> None:
+        self.buffers = buffers
+        self.batch, _, self.capacity, _ = buffers[0].shape
+
+    def rows(self, start: int, stop: int) -> Self:
+        return type(self)([buffer[start:stop] for buffer in self.buffers])
+
+    def copy_row(self, source: int, destination: int, slots: int) -> None:
+        for buffer in self.buffers:
+            buffer[destination, :, :slots] = buffer[source, :, :slots]
+
+    def clear_row(self, index: int) -> None:
+        for buffer in self.buffers:
+            buffer[index] = 0
 
 
 class Session(Protocol):

@@ -12,28 +12,13 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from dflash_trt.backends.base import Array, bucket, check_inputs
+from dflash_trt.backends.base import Array, SlicedCache, bucket, check_inputs
 from dflash_trt.errors import BackendError
 from dflash_trt.export.contract import GraphSpec
 
 
-class OrtCache:
+class OrtCache(SlicedCache):
     """Cache buffers as numpy arrays (see `backends.base.Cache`)."""
-
-    def __init__(self, buffers: list[np.ndarray]) -> None:
-        self.buffers = buffers
-        self.batch, _, self.capacity, _ = buffers[0].shape
-
-    def rows(self, start: int, stop: int) -> OrtCache:
-        return OrtCache([buffer[start:stop] for buffer in self.buffers])
-
-    def copy_row(self, source: int, destination: int, slots: int) -> None:
-        for buffer in self.buffers:
-            buffer[destination, :, :slots] = buffer[source, :, :slots]
-
-    def clear_row(self, index: int) -> None:
-        for buffer in self.buffers:
-            buffer[index] = 0
 
     def resized(self, capacity: int) -> OrtCache:
         kept = min(capacity, self.capacity)

@@ -8,27 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from dflash_trt.backends.base import Array, bucket, check_inputs
+from dflash_trt.backends.base import Array, SlicedCache, bucket, check_inputs
 from dflash_trt.export.contract import GraphSpec
 
 
-class TorchCache:
+class TorchCache(SlicedCache):
     """Cache buffers as torch tensors (see `backends.base.Cache`)."""
-
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self.buffers = buffers
-        self.batch, _, self.capacity, _ = buffers[0].shape
-
-    def rows(self, start: int, stop: int) -> TorchCache:
-        return TorchCache([buffer[start:stop] for buffer in self.buffers])
-
-    def copy_row(self, source: int, destination: int, slots: int) -> None:
-        for buffer in self.buffers:
-            buffer[destination, :, :slots] = buffer[source, :, :slots]
-
-    def clear_row(self, index: int) -> None:
-        for buffer in self.buffers:
-            buffer[index] = 0
 
     def resized(self, capacity: int) -> TorchCache:
         kept = min(capacity, self.capacity)

@@ -63,15 +63,14 @@ def not_finite(role: Role) -> BackendError:
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1 unless it is not finite."""
+    """What a drafter put in each place of a block: ids i64 [Q], confidence f64 [Q] in 0..1.
+
+    `is_finite`: False where the drafter's numbers were NaN or infinite; then they mean nothing.
+    """
 
     ids: np.ndarray
     confidence: np.ndarray
-
-    @property
-    def is_finite(self) -> bool:
-        """False: the drafter's numbers are NaN or infinite."""
-        return bool(np.isfinite(self.confidence).all())
+    is_finite: bool = True
 
 
 class Drafter:
@@ -191,7 +190,6 @@ class Drafter:
             self._pending[row], self._waiting[row] = [], 0
             own = len(block.ids)
             confidence = results["confidence"][row, :own].astype(np.float64)
-            if np.isfinite(confidence).all():
-                confidence = np.clip(confidence, 0, 1)
-            drafts[row] = Draft(results["draft_ids"][row, :own], confidence)
+            finite = bool(np.isfinite(confidence).all())
+            drafts[row] = Draft(results["draft_ids"][row, :own], np.clip(confidence, 0, 1), finite)
         return drafts
