@@ -136,17 +136,18 @@ class Proposer:
         return min(self._limits.longest_path - (self._limits.block_size - 1 - drafts), _room(sequence))
 
     def _draft(self, sequences: Mapping[int, SequenceState], drafts: int) -> dict[int, Draft]:
-        """Trunks, without the anchor."""
+        """Trunks, without the anchor: the first drafts of whole blocks, since drafters are trained on those."""
         drafter = self._drafter
         blocks = {
-            row: Block.of([[s.anchor]], min(1 + drafts, _room(s)), drafter.mask_token_id)
+            row: Block.of([[s.anchor]], min(self._limits.block_size, _room(s)), drafter.mask_token_id)
             for row, s in sequences.items()
         }
         if all(len(block.ids) == 1 for block in blocks.values()):
             empty = Draft(np.zeros(0, np.int64), np.zeros(0))
             return dict.fromkeys(sequences, empty)
         trunks = self._pass(drafter, sequences, blocks)
-        return {row: Draft(draft.ids[1:], draft.confidence[1:]) for row, draft in trunks.items()}
+        kept = slice(1, 1 + drafts)
+        return {row: Draft(draft.ids[kept], draft.confidence[kept]) for row, draft in trunks.items()}
 
     def _pass(
         self, drafter: Drafter, sequences: Mapping[int, SequenceState], blocks: Mapping[int, Block]

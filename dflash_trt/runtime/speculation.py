@@ -79,13 +79,20 @@ class FixedPlan:
         """Learns nothing."""
 
 
-_HOLD = 8  # steps for which a choice stands
+_HOLD, _LONGEST_HOLD = 4, 32  # steps for which a choice stands: twice as many when it is the same again
+_STEADY = 8  # steps after which a load is no passing one
+_BATCH = 4  # steps that are learnt of at once
 _MARGIN = 1.03  # how many times faster another plan must look
-_TRIAL = 2  # steps of a trial
-_EXTENSION = 12  # steps by which one that pays goes on
+_TRIAL = 8  # steps of a trial
+_GLANCE = 3  # of one that gives a first idea
+_DRAFTED = 4  # drafts that show whether they are right again
+_EXTENSION = 8  # steps by which one that pays goes on
+_OFTEN, _SELDOM = 12, 4  # of steps with one plan the first so many are timed, and then every such
+_SETTLING = 3  # steps behind which times are those of a plan
+_CHANGE = 1.0  # steps' time that it costs to change plans and back: caches are cold
 _HOPELESS = 0.6  # part of the best rate
 _REST = 32  # steps between two trials of a plan
-_LATEST = 2000  # steps after which what is best of speculation, or none of it, is tried in any case
+_LATEST = 2000  # steps after which speculation, or none of it, is tried in any case
 _SHARE = 0.01  # of the time that trials may lose
 _CREDIT = 20  # steps' time that may be saved up for trials
 _MEMORY = 0.98  # per step that drafts, of what injecting prompts takes
@@ -93,20 +100,30 @@ _MEMORY = 0.98  # per step that drafts, of what injecting prompts takes
 
 @dataclass(frozen=True)
 class _Choice:
-    """For some number of rows: the best plan, seconds of a step and tokens per second of all, as of a step."""
+    """For some number of rows and until some step: the best plan, seconds of a step and tokens per second of all."""
 
+    rows: int
+    until: int
     best: Plan
     seconds: dict[Plan, float]
     rates: dict[Plan, float]
-    step: int
 
 
 @dataclass
 class _Trial:
-    """Steps of a plan that does not look best, or that must be known: those count as free."""
+    """Steps of a plan that does not look best, or that must be known: those count as free.
+
+    Attributes:
+        rate: tokens per second of what looks best.
+        change: seconds that it costs to change plans and back.
+        lost: seconds, so far.
+    """
 
     plan: Plan
+    length: int
     free: bool
+    rate: float = math.inf
+    change: float = 0.0
     steps: int = 0
     lost: float = 0.0
 
@@ -128,50 +145,76 @@ class AdaptivePlan:
         self._times = StepTimes(costs)
         self._injection = 0.0  # seconds per row of a step that drafts, behind another that does
         self._steps = 0
+        self._seen: list[StepOutcome] = []  # of which nothing is learnt yet: a few at once take less time
+        self._load, self._load_step = 1, 0  # about the number of rows, since some step
+        self._last, self._alike = OFF, 0  # the plan of the last step, and of how many on end
         self._resting = 0  # steps since the last that drafted
-        self._choices: dict[int, _Choice] = {}
-        self._outdated = 0  # choices of steps before this are
         self._tried: dict[tuple[int, Plan], int] = {}  # by about the number of rows: the last step
+        self._usual, self._hold = OFF, _HOLD  # the best plan of the last choice, and how long that stood
+        self._choice: _Choice | None = None
         self._trial: _Trial | None = None
         self._credit = 0.0
 
     def plan(self, rows: int) -> Plan:
-        if not self._times.knows("verify"):
-            self._trial = self._trial or _Trial(OFF, free=True)
-        elif not self._times.knows("draft"):
-            self._trial = self._trial or _Trial(Plan(1, 0), free=True)
         if self._trial is not None:
             return self._trial.plan
-        choice = self._choices.get(rows)
-        if choice is None or choice.step < self._outdated or choice.step + _HOLD <= self._steps:
-            choice = self._choices[rows] = self._choose(rows)
-            self._trial = self._reference(rows, choice) or self._overdue(rows, choice)
-        return choice.best if self._trial is None else self._trial.plan
+        if not _are_near(rows, self._load):
+            self._load, self._load_step = rows, self._steps
+        if self._is_due(rows):
+            self._trial = self._first()
+            if self._trial is None:
+                self._choice = self._choose(rows)
+                self._trial = (self._try_drafts if self._choice.best == OFF else self._try_others)(self._choice)
+        return self._trial.plan if self._trial is not None else self._usual
 
     def observe(self, outcome: StepOutcome) -> None:
+        self._seen.append(outcome)
+        if self._trial is not None or len(self._seen) >= _BATCH:
+            for seen in self._seen:
+                self._learn(seen)
+            self._seen.clear()
+
+    def _is_due(self, rows: int) -> bool:
+        """Whether to choose again. Drafts begin with injecting all that waits: not for a load that is passing."""
+        choice = self._choice
+        if choice is None:
+            return True
+        late = self._steps - choice.until
+        if late < 0 and _are_near(rows, choice.rows):
+            return False
+        return choice.best != OFF or late >= _LONGEST_HOLD or self._steps - self._load_step >= _STEADY
+
+    def _learn(self, outcome: StepOutcome) -> None:
         plan, rows = outcome.plan, outcome.rows
         self._steps += 1
+        self._alike = self._alike + 1 if plan == self._last else 1
+        self._last = plan
         self._tried[rows.bit_length(), plan] = self._steps
-        self._yield.observe(plan.branches, outcome.trunk, outcome.yielded)
-        self._observe_times(outcome)
+        if plan.drafts and self._yield.observe(plan.branches, outcome.trunk, outcome.yielded):
+            self._choice = None
+        if self._alike <= _OFTEN or self._alike % _SELDOM == 0:
+            self._observe_times(outcome)
         self._resting = 0 if plan.drafts else self._resting + 1
-        choice = self._choices.get(rows)
-        if choice is not None:
-            best = choice.seconds[choice.best]
+        if self._choice is not None:
+            best = self._choice.seconds[self._choice.best]
             self._credit = min(_CREDIT * best, self._credit + _SHARE * best)
         if self._trial is not None:
-            self._go_on(self._trial, outcome, choice)
+            self._go_on(self._trial, outcome)
 
-    def _go_on(self, trial: _Trial, outcome: StepOutcome, choice: _Choice | None) -> None:
+    def _first(self) -> _Trial | None:
+        """What to begin with, as long as nothing is known of some pass."""
+        if not self._times.knows("verify"):
+            return _Trial(OFF, _TRIAL, free=True)
+        return None if self._times.knows("draft") else _Trial(Plan(1, 0), _GLANCE, free=True)
+
+    def _go_on(self, trial: _Trial, outcome: StepOutcome) -> None:
         """Counts a step of a trial. One that pays goes on for some steps."""
         trial.steps += 1
-        if choice is not None:
-            spent = self._seconds(outcome.rows, trial.plan) + outcome.seconds.get("prefill", 0.0) / self._times.pace
-            trial.lost += spent - sum(outcome.yielded) / choice.rates[choice.best]
-        if trial.steps >= (_TRIAL if trial.lost >= 0 else _TRIAL + _EXTENSION):
-            self._credit -= 0.0 if trial.free else max(0.0, trial.lost)
-            self._trial = None
-            self._outdated = self._steps
+        trial.lost += sum(outcome.seconds.values()) / self._times.pace - sum(outcome.yielded) / trial.rate
+        if trial.steps >= (trial.length if trial.lost >= 0 else trial.length + _EXTENSION):
+            if not trial.free:
+                self._credit -= max(0.0, trial.lost) + trial.change
+            self._trial = self._choice = None
 
     def _observe_times(self, outcome: StepOutcome) -> None:
         """Learns from passes of the planned size: at their ends sequences draft less."""
@@ -186,16 +229,17 @@ class AdaptivePlan:
             parts["draft"] = seconds["draft"]
             if plan.branches and "redraft" in seconds:
                 parts["redraft"] = seconds["redraft"]
-        self._times.observe(rows, self._plans[plan], parts)
+        self._times.observe(rows, self._plans[plan], parts, settled=self._alike > _SETTLING)
 
     def _choose(self, rows: int) -> _Choice:
         seconds = {plan: self._seconds(rows, plan) for plan in self._plans}
         rates = {plan: self._rate(rows, plan, spent) for plan, spent in seconds.items()}
-        before = self._choices.get(rows)
         best = max(rates, key=rates.__getitem__)
-        if before is not None and rates[best] < _MARGIN * rates[before.best]:
-            best = before.best
-        return _Choice(best, seconds, rates, self._steps)
+        if rates[best] >= _MARGIN * rates[self._usual]:
+            self._usual, self._hold = best, _HOLD
+        else:
+            self._hold = min(_LONGEST_HOLD, 2 * self._hold)
+        return _Choice(rows, self._steps + self._hold, self._usual, seconds, rates)
 
     def _seconds(self, rows: int, plan: Plan) -> float:
         return self._times.seconds(rows, self._plans[plan]) + (rows * self._injection if plan.drafts else 0.0)
@@ -205,48 +249,57 @@ class AdaptivePlan:
         reaches = plan == OFF or self._times.reaches(rows, self._plans[plan])
         return rows * self._yield.tokens(plan.drafts, plan.branches) / seconds if reaches else 0.0
 
-    def _reference(self, rows: int, choice: _Choice) -> _Trial | None:
-        """A trial of what must be known at this load, unless it is plainly worse, and not be forgotten: the best
-        speculation, and none."""
-        other = self._best_speculation(choice) if choice.best == OFF else OFF
-        age = self._age(rows, other)
-        if age == math.inf:
-            wanted = choice.rates[other] >= _HOPELESS * choice.rates[choice.best]
-        else:
-            wanted = (self._resting if choice.best == OFF else age) >= _LATEST
-        return _Trial(other, free=True) if wanted else None
+    def _try_drafts(self, choice: _Choice) -> _Trial | None:
+        """While none is best: a trial of speculation, for what must be known at this load, and lest nobody notices that
+        drafts are right again. It is of the plan that may gain most, were all drafts right, by the time it takes."""
+        plans, seconds = [plan for plan in self._plans if plan.drafts], choice.seconds
+        best = max(plans, key=choice.rates.__getitem__)
+        if self._is_new(best, choice):
+            return self._try(best, _GLANCE, choice, free=True)
+        rate = choice.rates[OFF] / choice.rows
+        plan = max(plans, key=lambda plan: ((1 + plan.drafts) / seconds[plan] - rate) / seconds[plan])
+        length = -(-_DRAFTED // choice.rows)
+        if self._resting >= _LATEST:
+            return self._try(plan, length, choice, free=True)
+        due = self._resting >= _REST and self._loss(plan, length, choice) <= self._credit
+        return self._try(plan, length, choice) if due else None
 
-    def _best_speculation(self, choice: _Choice) -> Plan:
-        return max((plan for plan in self._plans if plan.drafts), key=choice.rates.__getitem__)
+    def _try_others(self, choice: _Choice) -> _Trial | None:
+        """While some speculation is best: a trial of none, for what must be known and not be forgotten; or of what was
+        not tried for the longest, measured by what that loses, once there is credit for it."""
+        ages = {plan: self._age(choice.rows, plan) for plan in self._plans if plan != choice.best}
+        if self._is_new(OFF, choice) or ages[OFF] >= _LATEST:
+            return self._try(OFF, _TRIAL, choice, free=True)
+        losses = {plan: self._loss(plan, _TRIAL, choice) for plan, age in ages.items() if age >= _REST}
+        due = max(losses, key=lambda plan: ages[plan] / losses[plan], default=OFF)
+        return self._try(due, _TRIAL, choice) if losses.get(due, math.inf) <= self._credit else None
 
-    def _overdue(self, rows: int, choice: _Choice) -> _Trial | None:
-        """A trial of what was not tried for the longest, measured by what that loses, once there is credit for it.
+    def _try(self, plan: Plan, length: int, choice: _Choice, *, free: bool = False) -> _Trial:
+        best = choice.best
+        return _Trial(plan, length, free, choice.rates[best], _CHANGE * choice.seconds[best])
 
-        Without speculation that is the best one: whichever it is, it shows whether drafts are right again.
-        """
-        if choice.best == OFF:
-            ages: dict[Plan, float] = {self._best_speculation(choice): self._resting}
-        else:
-            ages = {plan: min(self._steps, self._age(rows, plan)) for plan in self._plans if plan != choice.best}
-        losses = {plan: self._loss(plan, choice) for plan, age in ages.items() if age >= _REST}
-        if not losses:
-            return None
-        due = max(losses, key=lambda plan: ages[plan] / losses[plan])
-        return _Trial(due, free=False) if losses[due] <= self._credit else None
+    def _is_new(self, plan: Plan, choice: _Choice) -> bool:
+        """Whether a plan that may be worth it was never tried at such a load."""
+        new = (choice.rows.bit_length(), plan) not in self._tried
+        return new and choice.rates[plan] >= _HOPELESS * choice.rates[choice.best]
 
-    def _age(self, rows: int, plan: Plan) -> float:
-        """Steps since the plan was tried with about as many rows."""
-        last = self._tried.get((rows.bit_length(), plan))
-        return math.inf if last is None else self._steps - last
+    def _age(self, rows: int, plan: Plan) -> int:
+        """Steps since the plan was tried with about as many rows, or since the first."""
+        return self._steps - self._tried.get((rows.bit_length(), plan), 0)
 
-    def _loss(self, plan: Plan, choice: _Choice) -> float:
-        """Seconds that a trial is expected to lose, at least a little."""
-        seconds = choice.seconds[plan]
-        return _TRIAL * seconds * max(0.01, 1 - choice.rates[plan] / choice.rates[choice.best])
+    def _loss(self, plan: Plan, steps: int, choice: _Choice) -> float:
+        """Seconds that a trial is expected to lose."""
+        worse = max(0.0, 1 - choice.rates[plan] / choice.rates[choice.best])
+        return _CHANGE * choice.seconds[choice.best] + steps * worse * choice.seconds[plan]
+
+
+def _are_near(rows: int, others: int) -> bool:
+    """Whether what is known of steps of so many rows holds for so many others."""
+    return 2 * rows <= 3 * others and 2 * others <= 3 * rows
 
 
 def candidates(limits: Limits, branches: int) -> list[Plan]:
-    """Plans to choose from: none, drafts of blocks of 2, 3, 4, 6, 8, 12, ... tokens, and branches from whole blocks."""
+    """Plans to choose from: none; 1, 2, 3, 5, 7, 11, ... drafts of a block; branches from whole blocks."""
     block = limits.block_size
     sizes = {size for power in range(block.bit_length()) for size in (2**power, 3 * 2**power // 2)} | {block}
     chains = [Plan(size - 1, 0) for size in sorted(sizes) if size <= block]
@@ -258,7 +311,7 @@ def pass_sizes(limits: Limits, plan: Plan) -> dict[Part, int]:
     branching = replace(limits, branches=plan.branches)
     sizes: dict[Part, int] = {"verify": branching.tree_size if plan.branches else 1 + plan.drafts}
     if plan.drafts:
-        sizes["draft"] = 1 + plan.drafts
+        sizes["draft"] = limits.block_size
     if plan.branches:
         sizes["redraft"] = branching.redraft_rows * limits.vp_block_size
     return sizes

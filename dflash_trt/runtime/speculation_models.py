@@ -26,7 +26,7 @@ _PACE_DRIFT = 2e-3  # the pace of the machine, from one step to the next
 _NOISE = 0.02  # at first: one time, from the next
 _NOISE_RATE = 0.02  # of learning what it is here
 _LEAST_NOISE = 0.002
-_FIRST = 10  # times as much has the first time of a pass: it allocates
+_UNSETTLED = 10  # times as much have passes that are new, or behind others: they allocate, and caches are cold
 _OUTLIER = 3.0  # standard deviations that a surprise counts for at most
 
 
@@ -130,8 +130,10 @@ class StepTimes:
         """Whether none of these passes is far larger than the largest that was measured."""
         return all(rows * (size + 1) <= REACH * self._curve(part).largest for part, size in sizes.items())
 
-    def observe(self, rows: int, sizes: Mapping[Part, int], seconds: Mapping[Part, float]) -> None:
-        """Takes in passes of one step, those of `seconds`."""
+    def observe(
+        self, rows: int, sizes: Mapping[Part, int], seconds: Mapping[Part, float], *, settled: bool = True
+    ) -> None:
+        """Takes in passes of one step, those of `seconds`; settled where the steps before it were alike."""
         self._step += 1
         self._pace_variance += _PACE_DRIFT
         whole = sum(seconds.values())
@@ -143,8 +145,8 @@ class StepTimes:
                 first = self._curve(part).seconds(rows, size) if self.knows(part) else took / self.pace
                 time = _Time(first, _UNKNOWN, self._step)
                 curve.put(rows, size, time)
-                noise *= _FIRST
-            self._learn(time, took, noise)
+                settled = False
+            self._learn(time, took, noise if settled else _UNSETTLED * noise)
 
     def _learn(self, time: _Time, seconds: float, noise: float) -> None:
         """One pass; the noise of a short one is larger, since it tells little of the pace."""
@@ -165,28 +167,30 @@ class StepTimes:
         return self._curves["draft" if part == "redraft" and not self.knows(part) else part]
 
 
-_MEMORY = 0.97  # per step, of what is known of drafts
-_GAIN_MEMORY = 0.99  # and of branches, whose gains scatter more
-_INERTIA = 8.0  # observations that what is known counts for at least
-_GAIN_INERTIA = 16.0
+_MOST = 400  # observations that what is known of drafts counts for at most
+_INERTIA = 8.0  # those that a guess counts for
+_GAIN_INERTIA = 16.0  # of branches, whose gains scatter more
+_RECENT = 0.95  # per step: what is remembered of surprises
+_CHANGE = 3.5  # standard deviations of recent surprises that are no chance
+_SPREAD = 0.5  # least variance of the drafts that are right
+_REFRESH = 8  # steps for which what is expected stands
 
 
 @dataclass
 class _Mean:
-    """A mean that forgets, but never all."""
+    """A mean that forgets what is older than `_MOST` observations."""
 
     value: float
     weight: float
-    memory: float
-    inertia: float
-
-    def age(self, steps: int) -> None:
-        if self.weight > self.inertia:
-            self.weight = max(self.inertia, self.weight * self.memory**steps)
+    inertia: float = _INERTIA
 
     def add(self, total: float, count: int) -> None:
-        self.weight += count
+        self.weight = min(self.weight + count, _MOST)
         self.value += (total - count * self.value) / self.weight
+
+    def doubt(self) -> None:
+        """What is known counts for much less; again and again, for no more than a guess."""
+        self.weight = min(self.weight, max(self.inertia / 2, self.weight / 4))
 
     def pulled(self, value: float) -> float:
         """The mean, drawn to a value the more the less it rests on."""
@@ -197,44 +201,78 @@ class StepYield:
     """Tokens that a step is expected to give a sequence.
 
     A draft is right with a chance that depends on its position, given that those before it are. It is learnt only where
-    those were, so that shorter drafts do not bias it. What few drafts came to leans on the position before.
+    those were, so that shorter drafts do not bias it. What few drafts came to leans on the position before. All is
+    remembered for long, since few steps tell little; but when recent ones cannot be chance, it is soon learnt anew.
     """
 
     def __init__(self, drafts: int, branches: int) -> None:
         """Of so many drafts and branches at most."""
-        self._right = [_Mean(0.8, 2.0, _MEMORY, _INERTIA) for _ in range(drafts)]
-        self._gain = _Mean(1.5, 8.0, _GAIN_MEMORY, _GAIN_INERTIA)  # of all branches, over the trunk
-        self._gains = [_Mean(0.0, 0.0, _GAIN_MEMORY, _GAIN_INERTIA) for _ in range(branches)]
-        self._steps = 0  # since the last that drafted
+        self._right = [_Mean(0.8, 2.0) for _ in range(drafts)]
+        self._gain = _Mean(1.5, 8.0, _GAIN_INERTIA)  # of all branches, over the trunk
+        self._gains = [_Mean(0.0, 0.0, _GAIN_INERTIA) for _ in range(branches)]
+        self._surprise, self._variance = 0.0, 0.0
+        self._expected: list[tuple[float, float]] = []
+        self._until_refresh = 0
 
-    def observe(self, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> None:
-        """Takes in a step: of each sequence, drafts of the trunk, those of them that were right, and all its tokens."""
-        self._steps += 1
-        if not any(proposed for proposed, _ in trunk):
-            return
-        for mean in (*self._right, self._gain, *self._gains):
-            mean.age(self._steps)
-        self._steps = 0
+    def observe(self, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> bool:
+        """Takes in a step: of each sequence, drafts of the trunk, those of them that were right, and all its tokens.
+
+        Returns:
+            Whether drafts have become better or worse than was known.
+        """
+        changed = self._is_surprised(trunk)
         for proposed, agreed in trunk:
             for mean in self._right[:agreed]:
                 mean.add(1.0, 1)
             if agreed < proposed:
                 self._right[agreed].add(0.0, 1)
-        if branches:
-            rows = zip(trunk, yielded, strict=True)
-            gains = [max(0, tokens - 1 - agreed) for (proposed, agreed), tokens in rows if proposed]
+        rows = zip(trunk, yielded, strict=True)
+        gains = [max(0, tokens - 1 - agreed) for (proposed, agreed), tokens in rows if proposed]
+        if branches and gains:
             self._gain.add(sum(gains) / self._share(branches), len(gains))
             self._gains[branches - 1].add(sum(gains), len(gains))
+        return changed
 
     def tokens(self, drafts: int, branches: int) -> float:
         """Expected of one sequence, the bonus included."""
-        tokens = reach = 1.0
-        right = self._right[0].value
+        gain = self._gains[branches - 1].pulled(self._gain.value * self._share(branches)) if branches else 0.0
+        return 1 + sum(self._reaches(drafts)) + gain
+
+    def _reaches(self, drafts: int) -> list[float]:
+        """The chances that so many drafts, and those before them, are right."""
+        right, reach, reaches = self._right[0].value, 1.0, []
         for mean in self._right[:drafts]:
             right = mean.pulled(right)
             reach *= right
-            tokens += reach
-        return tokens + (self._gains[branches - 1].pulled(self._gain.value * self._share(branches)) if branches else 0)
+            reaches.append(reach)
+        return reaches
+
+    def _is_surprised(self, trunk: Sequence[tuple[int, int]]) -> bool:
+        """Whether the drafts that are right differ from those expected by more than chance; then all is in doubt."""
+        if self._until_refresh == 0:
+            self._expected, self._until_refresh = self._expectations(), _REFRESH
+        self._until_refresh -= 1
+        surprise = variance = 0.0
+        for proposed, agreed in trunk:
+            mean, spread = self._expected[proposed]
+            surprise += agreed - mean
+            variance += spread
+        self._surprise = self._surprise * _RECENT + surprise
+        self._variance = self._variance * _RECENT + variance
+        if abs(self._surprise) <= _CHANGE * math.sqrt(self._variance):
+            return False
+        self._surprise, self._variance, self._until_refresh = 0.0, 0.0, 0
+        for known in (*self._right, self._gain, *self._gains):
+            known.doubt()
+        return True
+
+    def _expectations(self) -> list[tuple[float, float]]:
+        """Mean and variance of the drafts that are right, by how many there are."""
+        reaches = self._reaches(len(self._right))
+        means = accumulate(reaches)
+        squares = accumulate((2 * place + 1) * reach for place, reach in enumerate(reaches))
+        spreads = ((mean, max(_SPREAD, square - mean * mean)) for mean, square in zip(means, squares, strict=True))
+        return [(0.0, 0.0), *spreads]
 
     def _share(self, branches: int) -> float:
         """Part of the gain of all branches that so many have: the likeliest come first."""

@@ -14,7 +14,6 @@ from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.speculation import (
     OFF,
     AdaptivePlan,
-    FixedPlan,
     Plan,
     SpeculationPolicy,
     StepOutcome,
@@ -45,7 +44,8 @@ BLOCK_8, BLOCK_16, D2SD = limits(8), limits(16), limits(8, branches=4)
 class Machine(NamedTuple):
     """Milliseconds of a target's pass: `least`, `row` per sequence, and `token` for each token beyond `free` of them.
 
-    Drafters take `draft` times as long.
+    Drafters take `draft` times as long. The first step behind another plan takes longer by the part `cold`, the next
+    ones less so.
     """
 
     least: float
@@ -53,6 +53,7 @@ class Machine(NamedTuple):
     free: int
     row: float
     draft: float
+    cold: float
 
     def passes(self, rows: int, sizes: Sizes) -> dict[Any, float]:
         times = {
@@ -69,10 +70,10 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "small model on a CPU": Machine(1.0, 0.11, 0, 0.13, 0.6),
-    "larger model on a CPU": Machine(21.0, 1.0, 0, 0.3, 0.2),
-    "GPU": Machine(8.0, 0.03, 256, 0.02, 0.2),
-    "slow GPU": Machine(8.0, 0.25, 32, 0.02, 0.2),
+    "small model on a CPU": Machine(1.0, 0.11, 0, 0.13, 0.6, 0.3),
+    "larger model on a CPU": Machine(21.0, 1.0, 0, 0.3, 0.2, 0.03),
+    "GPU": Machine(8.0, 0.03, 256, 0.02, 0.2, 0.03),
+    "slow GPU": Machine(8.0, 0.25, 32, 0.02, 0.2, 0.03),
 }
 GOOD, FAIR, POOR, USELESS = ((0.9,) * 15, tuple(0.75 * 0.97**place for place in range(15)), (0.45,) * 15, (0.0,) * 15)
 
@@ -97,7 +98,7 @@ class Simulation:
 
     def run(self, policy: SpeculationPolicy, steps: int, seed: int = 1) -> list[tuple[Plan, float, float]]:
         """Of each step the plan, milliseconds and tokens."""
-        rng, done, waiting = random.Random(seed), [], 0
+        rng, done, waiting = random.Random(seed), list[tuple[Plan, float, float]](), 0
         for step in range(steps):
             rows, chances = self.rows(step), self.chances(step)
             plan = policy.plan(rows)
@@ -106,13 +107,18 @@ class Simulation:
             if plan.drafts and waiting:
                 times["prefill"] = rows * (0.2 + 0.002 * waiting)
             waiting = 0 if plan.drafts else waiting + 1
-            pace = self.pace(step)
+            pace = self.pace(step) * self._cold([plan for plan, *_ in done[-6:]], plan)
             seen = {stage: time * pace * self._error(rng) / 1000 for stage, time in times.items()}
             trunk, yielded = zip(*(walk(rng, plan, chances) for _ in range(rows)), strict=True)
             tokens = {stage: rows * size for stage, size in sizes.items()}
             policy.observe(StepOutcome(plan, rows, seen, tokens, trunk, yielded))
             done.append((plan, sum(times.values()) * pace, rows * expected(plan, chances)))
         return done
+
+    def _cold(self, before: Sequence[Plan], plan: Plan) -> float:
+        """How many times as long a step takes behind others than behind its like."""
+        alike = next((count for count, other in enumerate(reversed(before)) if other != plan), 6)
+        return 1 + self.machine.cold * 0.7**alike * (alike < 6)
 
     def _error(self, rng: random.Random) -> float:
         long = rng.choice((3, 10)) if rng.random() < self.noise / 20 else 1
@@ -124,13 +130,16 @@ class Simulation:
         plans = plans or candidates(self.limits, self.limits.branches)
         return max(rate(self.machine, self.limits, plan, rows, chances) for plan in plans) / self.pace(step)
 
-
     def compare(self, policy: SpeculationPolicy, steps: int) -> tuple[float, float]:
-        """Throughput, against that of the best plan of each step and against the better of on and off."""
+        """Tokens, against those that the best plan of each step would have yielded in its time, and against those of
+        the better of on and off, whichever it is for the whole run."""
         done = self.run(policy, steps)
-        ideal = sum(time * self.best(step) for step, (_, time, _) in enumerate(done))
-        always = [throughput(self.run(FixedPlan(plan), steps)) for plan in (OFF, full(self.limits))]
-        return sum(tokens for *_, tokens in done) / ideal, throughput(done) / max(always)
+        tokens, times = sum(tokens for *_, tokens in done), [time for _, time, _ in done]
+        ideal, *always = (
+            sum(time * self.best(step, plans) for step, time in enumerate(times))
+            for plans in (None, [OFF], [full(self.limits)])
+        )
+        return tokens / ideal, tokens / max(always)
 
 
 @cache
