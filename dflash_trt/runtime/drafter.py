@@ -135,11 +135,13 @@ class Drafter:
         """Takes features [n, T*H] of tokens just committed, and keeps them: a later pass injects them."""
         self._pending[row].append(features)
         self._waiting[row] += len(features)
-        self._nothing = features[:0]
+        if self._nothing is None:
+            self._nothing = features[:0]
 
     def overdue(self, row: int, size: int) -> bool:
         """Whether `size` features more would be too many to keep."""
-        return self.pending(row) > 0 and self.pending(row) + size > self._chunk
+        waiting = self._waiting[row]
+        return waiting > 0 and waiting + size > self._chunk
 
     def inject_pending(self, row: int) -> None:
         """Writes a row's waiting features into its cache, in a pass of their own."""

@@ -206,7 +206,8 @@ class Scheduler:
         sequences = [self._batch.rows[row] for row in self._batch.active]
         if not sequences:
             return []
-        plan = self._policy.plan(len(sequences))
+        # Those whose prompts go on count too: they wait for the step, and will soon share the next ones.
+        plan = self._policy.plan(len(sequences) + len(self._prompts))
         try:
             self._batch.fit()
             outcome = self._batch.advance(plan, self._branches(plan))

@@ -60,7 +60,7 @@ class SpeculationPolicy(Protocol):
     """Chooses before each step and learns from it."""
 
     def plan(self, rows: int) -> Plan:
-        """For a step of so many sequences, at least one."""
+        """For a step at a load of so many sequences, at least one; some may not take part yet."""
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step's outcome."""
@@ -82,7 +82,7 @@ class FixedPlan:
 _HOLD, _LONGEST_HOLD = 4, 32  # steps for which a choice stands: twice as many when it is the same again
 _STEADY = 8  # steps after which a load is no passing one
 _BATCH = 4  # steps that are learnt of at once
-_MARGIN = 1.03  # how many times faster another plan must look
+_MARGIN = 1.03  # how many times faster another plan that drafts must look
 _TRIAL = 8  # steps of a trial
 _GLANCE = 3  # of one that gives a first idea
 _DRAFTED = 4  # drafts that show whether they are right again
@@ -190,7 +190,7 @@ class AdaptivePlan:
         self._alike = self._alike + 1 if plan == self._last else 1
         self._last = plan
         self._tried[rows.bit_length(), plan] = self._steps
-        if plan.drafts and self._yield.observe(plan.branches, outcome.trunk, outcome.yielded):
+        if plan.drafts and self._yield.observe(*plan, outcome.trunk, outcome.yielded):
             self._choice = None
         if self._alike <= _OFTEN or self._alike % _SELDOM == 0:
             self._observe_times(outcome)
@@ -235,7 +235,7 @@ class AdaptivePlan:
         seconds = {plan: self._seconds(rows, plan) for plan in self._plans}
         rates = {plan: self._rate(rows, plan, spent) for plan, spent in seconds.items()}
         best = max(rates, key=rates.__getitem__)
-        if rates[best] >= _MARGIN * rates[self._usual]:
+        if rates[best] >= rates[self._usual] * (1 if best == OFF else _MARGIN) and best != self._usual:
             self._usual, self._hold = best, _HOLD
         else:
             self._hold = min(_LONGEST_HOLD, 2 * self._hold)

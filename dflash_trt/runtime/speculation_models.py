@@ -174,6 +174,7 @@ _RECENT = 0.95  # per step: what is remembered of surprises
 _CHANGE = 3.5  # standard deviations of recent surprises that are no chance
 _SPREAD = 0.5  # least variance of the drafts that are right
 _REFRESH = 8  # steps for which what is expected stands
+_END_MEMORY = 0.99  # per step, of what the ends of requests cut off
 
 
 @dataclass
@@ -211,16 +212,22 @@ class StepYield:
         self._gain = _Mean(1.5, 8.0, _GAIN_INERTIA)  # of all branches, over the trunk
         self._gains = [_Mean(0.0, 0.0, _GAIN_INERTIA) for _ in range(branches)]
         self._surprise, self._variance = 0.0, 0.0
+        self._uncut = 1.0  # part of what drafts are expected to yield that the ends of requests leave
         self._expected: list[tuple[float, float]] = []
         self._until_refresh = 0
 
-    def observe(self, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> bool:
-        """Takes in a step: of each sequence, drafts of the trunk, those of them that were right, and all its tokens.
+    def observe(self, drafts: int, branches: int, trunk: Sequence[tuple[int, int]], yielded: Sequence[int]) -> bool:
+        """Takes in a step that drafts.
+
+        Args:
+            drafts, branches: as planned.
+            trunk: of each sequence, drafts and those of them that were right.
+            yielded: all its tokens.
 
         Returns:
             Whether drafts have become better or worse than was known.
         """
-        changed = self._is_surprised(trunk)
+        changed = self._is_surprised(drafts, trunk)
         for proposed, agreed in trunk:
             for mean in self._right[:agreed]:
                 mean.add(1.0, 1)
@@ -236,7 +243,7 @@ class StepYield:
     def tokens(self, drafts: int, branches: int) -> float:
         """Expected of one sequence, the bonus included."""
         gain = self._gains[branches - 1].pulled(self._gain.value * self._share(branches)) if branches else 0.0
-        return 1 + sum(self._reaches(drafts)) + gain
+        return 1 + (sum(self._reaches(drafts)) + gain) * self._uncut
 
     def _reaches(self, drafts: int) -> list[float]:
         """The chances that so many drafts, and those before them, are right."""
@@ -247,16 +254,19 @@ class StepYield:
             reaches.append(reach)
         return reaches
 
-    def _is_surprised(self, trunk: Sequence[tuple[int, int]]) -> bool:
+    def _is_surprised(self, drafts: int, trunk: Sequence[tuple[int, int]]) -> bool:
         """Whether the drafts that are right differ from those expected by more than chance; then all is in doubt."""
         if self._until_refresh == 0:
             self._expected, self._until_refresh = self._expectations(), _REFRESH
         self._until_refresh -= 1
-        surprise = variance = 0.0
+        surprise = variance = means = 0.0
         for proposed, agreed in trunk:
             mean, spread = self._expected[proposed]
+            means += mean
             surprise += agreed - mean
             variance += spread
+        uncut = means / max(_TICK, len(trunk) * self._expected[drafts][0])
+        self._uncut += (1 - _END_MEMORY) * (uncut - self._uncut)
         self._surprise = self._surprise * _RECENT + surprise
         self._variance = self._variance * _RECENT + variance
         if abs(self._surprise) <= _CHANGE * math.sqrt(self._variance):

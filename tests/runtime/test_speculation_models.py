@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from runtime.simulated_decoding import FAIR, expected, walk
+from runtime.simulated_decoding import FAIR, GOOD, USELESS, expected, walk
 
 from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.speculation import Plan
@@ -48,7 +48,7 @@ class TestStepYield:
         for step in range(400):
             plan = Plan(rng.choice((1, 2, 3)), 0) if step < 300 else Plan(7, 0)
             walks = [walk(rng, plan, FAIR) for _ in range(8)]
-            seen.observe(0, [trunk for trunk, _ in walks], [tokens for _, tokens in walks])
+            seen.observe(plan.drafts, 0, [trunk for trunk, _ in walks], [tokens for _, tokens in walks])
         for drafts in (1, 3, 7):
             assert seen.tokens(drafts, 0) == pytest.approx(expected(Plan(drafts, 0), FAIR), rel=0.08)
 
@@ -57,14 +57,27 @@ class TestStepYield:
         for step in range(600):
             plan = Plan(7, (4, 2, 1)[step % 3])
             walks = [walk(rng, plan, FAIR) for _ in range(4)]
-            seen.observe(plan.branches, [trunk for trunk, _ in walks], [tokens for _, tokens in walks])
+            seen.observe(*plan, [trunk for trunk, _ in walks], [tokens for _, tokens in walks])
         for branches in (1, 2, 4):
             gain = seen.tokens(7, branches) - seen.tokens(7, 0)
             assert gain == pytest.approx(expected(Plan(7, branches), FAIR) - expected(Plan(7, 0), FAIR), rel=0.2)
 
-    def test_nothing_is_learnt_of_steps_without_drafts(self) -> None:
-        seen = StepYield(7, 0)
-        before = [seen.tokens(drafts, 0) for drafts in range(8)]
-        for _ in range(100):
-            seen.observe(0, [(0, 0)] * 4, [1] * 4)
-        assert [seen.tokens(drafts, 0) for drafts in range(8)] == before
+    def test_what_ends_of_requests_cut_off_counts(self) -> None:
+        """Three rows of four go on, the fourth may take two drafts alone."""
+        rng, seen = random.Random(5), StepYield(7, 0)
+        for _ in range(600):
+            walks = [walk(rng, Plan(drafts, 0), FAIR)[0] for drafts in (7, 7, 7, 2)]
+            seen.observe(7, 0, walks, [1 + agreed for _, agreed in walks])
+        whole, cut = expected(Plan(7, 0), FAIR), expected(Plan(2, 0), FAIR)
+        assert seen.tokens(7, 0) == pytest.approx((3 * whole + cut) / 4, rel=0.05)
+
+    def test_a_change_is_told_and_soon_learnt(self) -> None:
+        rng, seen = random.Random(6), StepYield(7, 0)
+        for number, (chances, tokens) in enumerate(((GOOD, 5.7), (USELESS, 1.0), (GOOD, 5.7))):
+            told = []
+            for _ in range(400):
+                walks = [walk(rng, Plan(7, 0), chances)[0] for _ in range(2)]
+                told.append(seen.observe(7, 0, walks, [1 + agreed for _, agreed in walks]))
+            assert number == 0 or any(told[:12])
+            assert not any(told[100:])
+            assert seen.tokens(7, 0) == pytest.approx(tokens, rel=0.1)
