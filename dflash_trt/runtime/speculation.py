@@ -161,6 +161,7 @@ class AdaptivePlan:
         if not _are_near(rows, self._load):
             self._load, self._load_step = rows, self._steps
         if self._is_due(rows):
+            self._catch_up()
             self._trial = self._first()
             if self._trial is None:
                 self._choice = self._choose(rows)
@@ -170,9 +171,7 @@ class AdaptivePlan:
     def observe(self, outcome: StepOutcome) -> None:
         self._seen.append(outcome)
         if self._trial is not None or len(self._seen) >= _BATCH:
-            for seen in self._seen:
-                self._learn(seen)
-            self._seen.clear()
+            self._catch_up()
 
     def _is_due(self, rows: int) -> bool:
         """Whether to choose again. Drafts begin with injecting all that waits: not for a load that is passing."""
@@ -183,6 +182,11 @@ class AdaptivePlan:
         if late < 0 and _are_near(rows, choice.rows):
             return False
         return choice.best != OFF or late >= _LONGEST_HOLD or self._steps - self._load_step >= _STEADY
+
+    def _catch_up(self) -> None:
+        for seen in self._seen:
+            self._learn(seen)
+        self._seen.clear()
 
     def _learn(self, outcome: StepOutcome) -> None:
         plan, rows = outcome.plan, outcome.rows
