@@ -102,6 +102,7 @@ class Drafter:
         self._chunk = max(full_rows[-1], chunk)
         self.cache = session.new_cache(batch, capacity)
         self._injected = np.zeros(batch, np.int64)
+        self._written = np.zeros(batch, np.bool_)  # rows that a pass may have put something into
         self._pending: list[list[Array]] = [[] for _ in range(batch)]
         self._waiting = [0] * batch  # features in all pieces of `_pending`
         self._nothing: Array = None  # no features [0, T*H], for rows without pending ones
@@ -117,12 +118,16 @@ class Drafter:
 
     def free(self, row: int) -> None:
         """Forgets a row's sequence, and sets what it left in the cache to zero."""
+        if self._written[row]:
+            self.cache.clear_row(row)
+            self._written[row] = False
         self._injected[row], self._pending[row], self._waiting[row] = 0, [], 0
-        self.cache.clear_row(row)
 
     def move_row(self, source: int, destination: int) -> None:
         """Gives a row's sequence another row."""
-        self.cache.copy_row(source, destination, int(self._injected[source]))
+        if self._injected[source]:
+            self.cache.copy_row(source, destination, int(self._injected[source]))
+            self._written[destination] = True
         self._injected[destination] = self._injected[source]
         self._pending[destination], self._waiting[destination] = self._pending[source], self._waiting[source]
         self.free(source)
@@ -146,6 +151,7 @@ class Drafter:
     def inject_pending(self, row: int) -> None:
         """Writes a row's waiting features into its cache, in a pass of their own."""
         size, cache = self._waiting[row], self.cache.rows(row, row + 1)
+        self._written[row] = True
         features = self._session.stack([self._pending[row]], size)
         inject(self._session, cache, features, size, int(self._injected[row]), self.mask_token_id)
         self._injected[row] += size
@@ -185,6 +191,7 @@ class Drafter:
             "block_position_ids": (contexts + lengths)[:, None] + offsets,
             "visibility": visibility,
         }
+        self._written[:batch] = True
         results = self._session.run(inputs, ["draft_ids", "confidence"], self.cache.rows(0, batch))
         drafts = {}
         for row, block in blocks.items():

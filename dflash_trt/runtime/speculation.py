@@ -93,7 +93,7 @@ _CHANGE = 1.0  # steps' time that it costs to change plans and back: caches are 
 _HOPELESS = 0.6  # part of the best rate
 _REST = 32  # steps between two trials of a plan
 _LATEST = 2000  # steps after which speculation, or none of it, is tried in any case
-_SHARE = 0.01  # of the time that trials may lose
+_SHARE, _LEAST_SHARE = 0.01, 0.005  # of the time that trials may lose; the least after drafts were tried in vain
 _CREDIT = 20  # steps' time that may be saved up for trials
 _MEMORY = 0.98  # per step that drafts, of what injecting prompts takes
 
@@ -153,7 +153,7 @@ class AdaptivePlan:
         self._usual, self._hold = OFF, _HOLD  # the best plan of the last choice, and how long that stood
         self._choice: _Choice | None = None
         self._trial: _Trial | None = None
-        self._credit = 0.0
+        self._credit, self._share = 0.0, _SHARE
 
     def plan(self, rows: int) -> Plan:
         if self._trial is not None:
@@ -201,7 +201,7 @@ class AdaptivePlan:
         self._resting = 0 if plan.drafts else self._resting + 1
         if self._choice is not None:
             best = self._choice.seconds[self._choice.best]
-            self._credit = min(_CREDIT * best, self._credit + _SHARE * best)
+            self._credit = min(_CREDIT * best, self._credit + self._share * best)
         if self._trial is not None:
             self._go_on(self._trial, outcome)
 
@@ -216,6 +216,7 @@ class AdaptivePlan:
         trial.steps += 1
         trial.lost += sum(outcome.seconds.values()) / self._times.pace - sum(outcome.yielded) / trial.rate
         if trial.steps >= (trial.length if trial.lost >= 0 else trial.length + _EXTENSION):
+            self._share = _LEAST_SHARE if self._usual == OFF and trial.lost >= 0 else _SHARE
             if not trial.free:
                 self._credit -= max(0.0, trial.lost) + trial.change
             self._trial = self._choice = None

@@ -110,9 +110,9 @@ def test_a_drafter_that_gets_worse_is_noticed_within_tens_of_steps(rows: int) ->
 @pytest.mark.parametrize("machine", ["larger model on a CPU", "GPU"])
 def test_a_drafter_that_gets_better_is_noticed_by_trials(machine: str, rows: int) -> None:
     world = Simulation(MACHINES[machine], BLOCK_8, constant(rows), lambda step: USELESS if step < 500 else GOOD)
-    plans = [plan for plan, *_ in world.run(auto(BLOCK_8), 1300)]
+    plans = [plan for plan, *_ in world.run(auto(BLOCK_8), 1600)]
     assert sum(plan == OFF for plan in plans[400:500]) >= 90
-    assert sum(plan.drafts > 1 for plan in plans[1000:]) >= 270
+    assert sum(plan.drafts > 1 for plan in plans[1300:]) >= 270
 
 
 @pytest.mark.parametrize("limits", [BLOCK_8, BLOCK_16, D2SD], ids=["block 8", "block 16", "D2SD"])
