@@ -202,6 +202,9 @@ class Engine:
 
     def _drafting(self, speculation: bool, branches: Branches | None) -> _Drafting:
         """How to draft. Raises UsageError where the bundle cannot have these branches."""
+        if not isinstance(speculation, bool):
+            mend = 'Choose one; "auto", "on" and "off" are of AsyncEngine'
+            raise UsageError(f"{speculation!r} must be True or False", where="speculation", mend=mend)
         built, vp_drafter = self.limits.branches, self.vp_drafter is not None
         found = chosen_branches(branches, built, speculation=speculation, vp_drafter=vp_drafter, costs=self.costs)
         return _Drafting(speculation, found)
@@ -233,6 +236,8 @@ class Engine:
             self.tokenizer.check_length(prompt, self.limits.max_input_len)
             ids = self.tokenizer.encode(prompt)
         else:
+            if not all(isinstance(token, Integral) for token in prompt):
+                raise RequestError("must be one text, or token ids", where="prompt", mend="Give several one by one")
             ids = [int(token) for token in prompt]
         check_prompt(ids, self.limits, self.vocab_size)
         return SequenceState(ids, params, self.limits, self.eos_token_ids, self.tokenizer.stream(params.stop))

@@ -27,6 +27,7 @@ Weights = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 _NONE = np.empty(0, np.int64)
+_SEED_BITS = 53  # of seeds that are drawn: JSON readers keep such integers exactly
 
 
 class History:
@@ -105,7 +106,7 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, end_token_ids: Collection[int] = ()) -> None:
         self.params = params
-        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         self._bans = _Bans(params, end_token_ids)
 
     def choose(self, logits: Floats, position: int, history: History | None = None, path: Sequence[int] = ()) -> int:

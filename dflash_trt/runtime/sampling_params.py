@@ -86,7 +86,7 @@ class SamplingParams:
 
     def _require(self, ok: bool, name: str, rule: str) -> None:
         if not ok:
-            raise UsageError(f"{getattr(self, name)!r} must be {rule}", where=name, mend="Change or omit it.")
+            raise UsageError(f"{getattr(self, name)!r} must be {rule}", where=name, mend="Change it")
 
     def _tuple(self, name: str, ok: Callable[[Any], bool], rule: str) -> None:
         values = getattr(self, name)

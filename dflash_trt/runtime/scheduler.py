@@ -25,7 +25,7 @@ class ServingTotals:
     """Counts since the start.
 
     Attributes:
-        requests: accepted, into the queue or a slot. refused: since the queue was full.
+        requests: accepted, into the queue or a slot. refused: not accepted, since the queue was full.
         cancelled, failed, finished: accepted ones by how they ended.
         prompt_tokens: of the prompts that went through the target. generated_tokens: emitted.
         steps, step_tokens: verifications of a sequence, and the tokens they yielded: their ratio is the mean acceptance
@@ -126,7 +126,8 @@ class Scheduler:
             if waiting >= self._max_queue:
                 self._totals.refused += 1
                 raise QueueFullError(
-                    f"{len(self._queue)} requests wait already (max_queue is {self._max_queue})",
+                    f"all {self._batch.slots} slots are taken, and {waiting} requests wait already (max_queue is "
+                    f"{self._max_queue})",
                     where="queue",
                     mend="Try again later",
                 )

@@ -89,6 +89,7 @@ def write_repository(bundle: Path, output: Path, options: Options, *, force: boo
     if folder.is_relative_to(bundle):
         what = "lies in the bundle, which must stay as it was built"
         raise UsageError(what, where=f"--output {output}", mend="Choose another place")
+    _check_place(output, folder)
     with atomic_output(folder, force=force, kind="a repository of dflash-trt alone", is_one=is_repository) as temporary:
         models = _models(bundle, folder, options)
         for config in models:
@@ -114,6 +115,16 @@ def is_repository(folder: Path) -> bool:
         return names <= ours and (folder / configs.ENGINE / CONFIG).read_text(encoding="utf-8").startswith(HEAD)
     except (OSError, ValueError):
         return False
+
+
+def _check_place(output: Path, folder: Path) -> None:
+    """Places where Triton would never serve it, or not another repository any more."""
+    if any(character.isspace() for character in str(folder)):
+        what = f"{folder} has a space, and Triton does not start the processes of models there"
+        raise UsageError(what, where=f"--output {output}", mend="Choose a path without")
+    if is_repository(folder.parent):
+        what = "lies in a repository, where Triton takes every folder for a model"
+        raise UsageError(what, where=f"--output {output}", mend="Choose another place")
 
 
 def _check_encodes(*paths: Path) -> None:

@@ -29,8 +29,12 @@ class Settings:
         return self._values[name]
 
     def path(self, name: str) -> Path:
-        """A path relative to the model's folder."""
-        return (self.folder / self.text(name)).resolve()
+        """A folder, relative to the model's."""
+        path = (self.folder / self.text(name)).resolve()
+        if not path.is_dir():
+            mend = "Move the repository and the bundle together, or write the repository again"
+            raise self._wrong(name, f"leads to {path}, where there is no such folder", mend)
+        return path
 
     def flag(self, name: str) -> bool:
         value = self.text(name)
@@ -50,6 +54,6 @@ class Settings:
             raise self._wrong(name, f'is "{value}", but must be one of {", ".join(choices)}')
         return value
 
-    def _wrong(self, name: str, what: str) -> UsageError:
+    def _wrong(self, name: str, what: str, mend: str = "Mend it, or write the repository again") -> UsageError:
         where = f"{self.folder / 'config.pbtxt'}: parameter {name}"
-        return UsageError(what, where=where, mend="Mend it, or write the repository again")
+        return UsageError(what, where=where, mend=mend)

@@ -66,8 +66,8 @@ def dockerfile_text(described: Described) -> str:
         [
             f"# Triton Inference Server with {PACKAGE}. Not run where it was written, where there is no Docker.",
             "#",
-            f"# Put the wheel of {PACKAGE} beside this file: pip wheel --no-deps --wheel-dir . {PACKAGE}",
-            "# (or the folder of its sources in place of its name). Then: docker build --tag dflash-trt-server .",
+            f"# Put the wheel of {PACKAGE} beside this file: pip wheel --no-deps --wheel-dir . SOURCES",
+            "# (the folder with its pyproject.toml). Then: docker build --tag dflash-trt-server .",
             f"FROM {IMAGE}",
             "# The server's Python is the system's, which pip must be allowed to change.",
             "ENV PIP_BREAK_SYSTEM_PACKAGES=1",
@@ -136,7 +136,8 @@ requests of several megabytes over HTTP, on which a server (2.51 was seen to) ot
 Without a container, with a tritonserver and its Python backend at hand, whose Python is 3.11 or later (a backend that
 is older than NumPy 2, as that of 2.51, dies of it at the first request: `pip install 'numpy<2'` there):
 
-    pip install --requirement requirements.txt && pip install --no-deps dflash_trt-*.whl
+    pip install --requirement requirements.txt
+    pip install --no-deps dflash_trt-*.whl     # the wheel, see `Dockerfile`; or the folder of the package's sources
     ulimit -s 65536
     tritonserver --model-repository="$PWD"
 
@@ -168,6 +169,7 @@ def _moving(described: Described) -> str:
 
 {where}
 
+No folder on the way here may have a space in its name: tritonserver 2.51 does not start models there, and waits.
 Files may lie beside the models. A folder may not: Triton takes each for a model, `.git` among them, and does not start.
 """
 

@@ -18,7 +18,7 @@ from runtime.triples import small_triple, triples, write_triple
 from test_lossless_random_pairs import SAMPLING
 
 import dflash_trt
-from dflash_trt.errors import BackendError, QueueFullError, UsageError
+from dflash_trt.errors import BackendError, QueueFullError, RequestError, UsageError
 from dflash_trt.evaluation.losslessness import compare_outputs
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.sampling import SamplingParams
@@ -192,7 +192,7 @@ def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
     sequences = [engine.sequence([1, 2], SamplingParams(max_tokens=5)) for _ in range(6)]
     for sequence in sequences[:5]:  # two for the slots, three to wait
         scheduler.submit(sequence)
-    with pytest.raises(QueueFullError, match=r"5 requests wait already \(max_queue is 3\)"):
+    with pytest.raises(QueueFullError, match=r"3 requests wait already \(max_queue is 3\)"):
         scheduler.submit(sequences[5])
     scheduler.step()
     assert (scheduler.load().slots_in_use, scheduler.load().queue_depth) == (2, 3)
@@ -218,6 +218,13 @@ def test_a_queue_of_no_size_is_refused(tmp_path: Path, value: Any) -> None:
 def test_an_unknown_policy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'sometimes' must be auto, on or off"):
         small_triple(tmp_path).scheduler(speculation="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'off' must be True or False"):
+        small_triple(tmp_path).generate([1, 2], speculation="off")  # type: ignore[call-overload]
+
+
+def test_a_list_of_texts_is_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="must be one text, or token ids"):
+        small_triple(tmp_path).sequence(["a", "b"], SamplingParams())  # type: ignore[arg-type]
 
 
 # -- faults

@@ -121,6 +121,14 @@ def test_a_model_file_that_is_gone_is_named(bundle, repository_of, tmp_path):
     assert raised.value.what == "is missing from the bundle"
 
 
+def test_a_bundle_that_was_left_behind_is_named(bundle, repository_of, tmp_path):
+    moved = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    folder = repository_of(moved, "single")
+    moved.rename(tmp_path / "elsewhere")
+    with python_backend(), pytest.raises(UsageError, match=r"parameter bundle: leads to .*, where there is no such"):
+        FakeServer(folder)
+
+
 def test_a_tokenizer_that_is_gone_is_named(bundle, repository_of, tmp_path):
     moved = Path(shutil.copytree(bundle, tmp_path / "bundle"))
     folder = repository_of(moved, "ensemble")

@@ -235,17 +235,17 @@ def test_readme_says_how_to_start(written, tmp_path):
 
 
 def test_names_are_quoted_and_need_be_no_placeholder(bundle, tmp_path):
-    """A folder may be called anything that config.pbtxt can hold."""
+    """A bundle may be called anything that config.pbtxt can hold, and so may a repository but for spaces."""
     named = shutil.copytree(bundle, tmp_path / "it's a ${bundle}")
-    done = write_repository(named, tmp_path / "a 'folder'", Options())
+    done = write_repository(named, tmp_path / "a'folder'", Options())
     check_repository(done.folder)
     command = (done.folder / "README.md").read_text().replace("\\\n", "").split("docker run")[1].splitlines()[0]
     script = f"docker() {{ printf '%s\\n' \"$@\"; }}; docker {command}"
     shell = subprocess.run(["sh", "-c", script], cwd=done.folder, check=True, capture_output=True, text=True)
     words = shell.stdout.splitlines()
-    assert f"{done.folder}:/models/a 'folder':ro" in words
+    assert f"{done.folder}:/models/a'folder':ro" in words
     assert f"{named}:/models/it's a ${{bundle}}:ro" in words
-    assert "--model-repository=/models/a 'folder'" in words
+    assert "--model-repository=/models/a'folder'" in words
     with pytest.raises(UsageError, match="is not valid UTF-8"):
         write_repository(bundle, tmp_path / "bad\udcff", Options())
 
@@ -257,7 +257,8 @@ def test_the_folder_that_one_is_in(written, tmp_path, run_cli, monkeypatch):
     for output in (".", "", "1/.."):
         done = run_cli("triton", tmp_path / "bundle", "--output", output, "--force")
         assert done.code == 2
-        assert f"{written / 'dflash_trt'}: exists already and is not" in done.err
+        assert "--output" in done.err
+        assert "lies in a repository" in done.err
     assert files(tmp_path) == before
 
 
@@ -283,3 +284,13 @@ def test_requirements_are_those_of_the_package(written, torch_bundle, tmp_path):
     names = {line.split(">=")[0] for line in lines(tmp_path / "torch")}
     assert "torch" in names
     assert "onnxruntime" not in names
+
+
+def test_places_where_triton_would_not_serve_it(written, tmp_path, run_cli):
+    """A path with a space, where the server's model processes do not start; and a folder in another repository."""
+    (tmp_path / "with space").mkdir()
+    for place, rule in (("with space/models", "has a space"), ("repository/other", "lies in a repository")):
+        done = run_cli("triton", tmp_path / "bundle", "--output", tmp_path / place)
+        assert done.code == 2
+        assert rule in done.err.replace("\n", " ")
+        assert not (tmp_path / place).exists()
