@@ -31,6 +31,7 @@ MODULES = {
     configs.POSTPROCESSING: "postprocessing",
     configs.ENGINE: "token_model",
 }
+_SHELL = frozenset("'\"\\$`;&|<>()*?[]{}")  # what a shell reads as more than a character of a name
 TOP_FILES = ("README.md", "Dockerfile", "requirements.txt")
 WHEELS = "dflash_trt-*.whl"
 _ENSEMBLE_NOTE = """\
@@ -119,9 +120,10 @@ def is_repository(folder: Path) -> bool:
 
 def _check_place(output: Path, folder: Path) -> None:
     """Places where Triton would never serve it, or not another repository any more."""
-    if any(character.isspace() for character in str(folder)):
-        what = f"{folder} has a space, and Triton does not start the processes of models there"
-        raise UsageError(what, where=f"--output {output}", mend="Choose a path without")
+    bad = sorted({character for character in str(folder) if character.isspace() or character in _SHELL})
+    if bad:
+        what = f"{folder} has {bad[0]!r}, and Triton hands that path to a shell as it is: models there never start"
+        raise UsageError(what, where=f"--output {output}", mend="Choose a path without spaces, quotes and the like")
     if is_repository(folder.parent):
         what = "lies in a repository, where Triton takes every folder for a model"
         raise UsageError(what, where=f"--output {output}", mend="Choose another place")

@@ -169,7 +169,8 @@ def _moving(described: Described) -> str:
 
 {where}
 
-No folder on the way here may have a space in its name: tritonserver 2.51 does not start models there, and waits.
+No folder on the way here may have a space, a quote or the like in its name: tritonserver (2.51) hands the path to a
+shell as it is, does not start the models, and waits.
 Files may lie beside the models. A folder may not: Triton takes each for a model, `.git` among them, and does not start.
 """
 

@@ -235,17 +235,17 @@ def test_readme_says_how_to_start(written, tmp_path):
 
 
 def test_names_are_quoted_and_need_be_no_placeholder(bundle, tmp_path):
-    """A bundle may be called anything that config.pbtxt can hold, and so may a repository but for spaces."""
+    """A bundle may be called anything that config.pbtxt can hold."""
     named = shutil.copytree(bundle, tmp_path / "it's a ${bundle}")
-    done = write_repository(named, tmp_path / "a'folder'", Options())
+    done = write_repository(named, tmp_path / "ä~folder", Options())
     check_repository(done.folder)
     command = (done.folder / "README.md").read_text().replace("\\\n", "").split("docker run")[1].splitlines()[0]
     script = f"docker() {{ printf '%s\\n' \"$@\"; }}; docker {command}"
     shell = subprocess.run(["sh", "-c", script], cwd=done.folder, check=True, capture_output=True, text=True)
     words = shell.stdout.splitlines()
-    assert f"{done.folder}:/models/a'folder':ro" in words
+    assert f"{done.folder}:/models/ä~folder:ro" in words
     assert f"{named}:/models/it's a ${{bundle}}:ro" in words
-    assert "--model-repository=/models/a'folder'" in words
+    assert "--model-repository=/models/ä~folder" in words
     with pytest.raises(UsageError, match="is not valid UTF-8"):
         write_repository(bundle, tmp_path / "bad\udcff", Options())
 
@@ -287,9 +287,9 @@ def test_requirements_are_those_of_the_package(written, torch_bundle, tmp_path):
 
 
 def test_places_where_triton_would_not_serve_it(written, tmp_path, run_cli):
-    """A path with a space, where the server's model processes do not start; and a folder in another repository."""
-    (tmp_path / "with space").mkdir()
-    for place, rule in (("with space/models", "has a space"), ("repository/other", "lies in a repository")):
+    """Paths that the server's shell would take apart, so that no model starts; and a folder in another repository."""
+    rules = dict.fromkeys(("with space/models", "a'b", "c$d", "e;f", "g&h", "i(j)"), "to a shell as it is")
+    for place, rule in {**rules, "repository/other": "lies in a repository"}.items():
         done = run_cli("triton", tmp_path / "bundle", "--output", tmp_path / place)
         assert done.code == 2
         assert rule in done.err.replace("\n", " ")
