@@ -186,6 +186,8 @@ class _Mean:
     inertia: float = _INERTIA
 
     def add(self, total: float, count: int) -> None:
+        if not count:  # and perhaps no weight to divide by
+            return
         self.weight = min(self.weight + count, _MOST)
         self.value += (total - count * self.value) / self.weight
 
@@ -233,9 +235,9 @@ class StepYield:
                 mean.add(1.0, 1)
             if agreed < proposed:
                 self._right[agreed].add(0.0, 1)
-        rows = zip(trunk, yielded, strict=True)
-        gains = [max(0, tokens - 1 - agreed) for (proposed, agreed), tokens in rows if proposed]
-        if branches and gains:
+        if branches:
+            rows = zip(trunk, yielded, strict=True)
+            gains = [max(0, tokens - 1 - agreed) for (proposed, agreed), tokens in rows if proposed]
             self._gain.add(sum(gains) / self._share(branches), len(gains))
             self._gains[branches - 1].add(sum(gains), len(gains))
         return changed

@@ -125,7 +125,7 @@ def _check_place(output: Path, folder: Path) -> None:
         what = f"{folder} has {bad[0]!r}, and Triton hands that path to a shell as it is: models there never start"
         raise UsageError(what, where=f"--output {output}", mend="Choose a path without spaces, quotes and the like")
     if is_repository(folder.parent):
-        what = "lies in a repository, where Triton takes every folder for a model"
+        what = f"{folder} lies in a repository, where Triton takes every folder for a model"
         raise UsageError(what, where=f"--output {output}", mend="Choose another place")
 
 
