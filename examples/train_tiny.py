@@ -22,9 +22,7 @@ from statistics import fmean
 import click
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from safetensors.torch import load_file, save_file
-from tiny_model import (
+from block_drafters import (
     BlockDrafter,
     DFlareDrafter,
     DFlashDrafter,
@@ -34,6 +32,8 @@ from tiny_model import (
     progress,
     target_features,
 )
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen3Config, Qwen3ForCausalLM
@@ -270,7 +270,7 @@ def block_training(run: Run, drafter: BlockDrafter, target: Qwen3ForCausalLM) ->
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 features = target_features(target, tokens, taps)
-            return block_loss(drafter, target, tokens, features, anchors, visible(), gamma(batch[0][0]))
+            return block_loss(drafter, target.lm_head.weight, tokens, features, anchors, visible(), gamma(batch[0][0]))
 
     return loss_at
 

@@ -18,7 +18,7 @@ from dflash_trt.errors import RequestError, UsageError
 if TYPE_CHECKING:
     from dflash_trt.loading import Device
     from dflash_trt.runtime.engine import Engine, Generation
-    from dflash_trt.runtime.trace import Branches
+    from dflash_trt.runtime.trace import Branches, Drafts
 
 
 @click.command("run")
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @click.option("--min-tokens", type=int, default=0, help="New tokens before one may end the output; 0 is off.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-sequence tokens.")
 @click.option("--branches", type=BranchCount(), help="Branches per step (D2SD), or auto.  [default: as built]")
+@click.option("--drafts", type=BranchCount(), help="Drafts a step verifies at most, or auto.  [default: whole blocks]")
 @click.option("--no-speculation", "speculation", flag_value=False, default=True, help="Decode token by token.")
 @click.option("--chat/--no-chat", default=False, show_default=True, help="Put the prompt into the chat template.")
 @click.option("--threads", type=click.IntRange(min=0), default=0, help="CPU threads; 0 lets the backend choose.")
@@ -51,6 +52,7 @@ def command(
     prompt_file: Path | None,
     bad_words: tuple[str, ...],
     branches: Branches | None,
+    drafts: Drafts | None,
     speculation: bool,
     chat: bool,
     threads: int,
@@ -77,8 +79,8 @@ def command(
     sampling["bad_token_ids"] = engine.tokenizer.bad_words(bad_words)
     started = time.perf_counter()
     generation = None
-    options: dict[str, Any] = {"speculation": speculation, "branches": branches, "trace": trace is not None, **sampling}
-    for event in engine.generate(tokens, stream=True, **options):
+    options: dict[str, Any] = {"speculation": speculation, "branches": branches, "drafts": drafts, **sampling}
+    for event in engine.generate(tokens, stream=True, trace=trace is not None, **options):
         generation = event.generation
         if not as_json:
             click.echo(event.text, nl=False)  # flushes

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_trt.checkpoint.spec import Frozen
 from dflash_trt.errors import UsageError
 from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, break_chances, likeliest
-from dflash_trt.runtime.trace import Branches
+from dflash_trt.runtime.trace import Branches, Drafts
 from dflash_trt.runtime.tree import CandidateTree
 
 _MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
@@ -39,6 +39,9 @@ class Branch:
 
 class BranchPolicy(Protocol):
     """Chooses before the re-draft, and again after it."""
+
+    def chances(self, confidence: FloatArray) -> FloatArray:
+        """f64 [n]: that each of the trunk's drafts is right where those before it are."""
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
         """How many drafts each branch keeps, ascending.
@@ -64,6 +67,9 @@ class FixedBranches:
 
     def __init__(self, count: int) -> None:
         self._count = count
+
+    def chances(self, confidence: FloatArray) -> FloatArray:
+        return confidence
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
         return _prefixes(boundary_posterior(confidence), size, self._count)
@@ -115,6 +121,37 @@ def chosen_branches(
     return asked
 
 
+def chosen_drafts(
+    asked: Drafts | None, block_size: int, *, speculation: bool, branches: Branches, costs: PassCosts | None
+) -> Drafts:
+    """The drafts of a trunk that a request's steps verify.
+
+    Args:
+        asked: None for all of a block.
+        branches: what `chosen_branches` gave.
+
+    Raises:
+        UsageError: the bundle cannot have these.
+    """
+    if asked is None:
+        return block_size - 1 if speculation else 0
+    if not speculation:
+        mend = "Leave it out, or leave out --no-speculation"
+        raise UsageError("there are none in token-by-token decoding", where="--drafts", mend=mend)
+    if asked == "auto":
+        if costs is None:
+            mend = "Build it without --no-verify, or give a number"
+            raise UsageError("auto needs the cost table, which --no-verify left out", where="--drafts", mend=mend)
+        if branches not in (0, "auto"):
+            mend = "Give --branches auto too, or --branches 0"
+            raise UsageError(f"auto does not go with {branches} branches in every step", where="--drafts", mend=mend)
+        return "auto"
+    if type(asked) is not int or not 1 <= asked < block_size:
+        what = f"{asked} must be auto or 1 to {block_size - 1}, as many as a block has behind its anchor"
+        raise UsageError(what, where="--drafts", mend="Use one of these, or --no-speculation for none")
+    return asked
+
+
 class AdaptiveBranches:
     """The number of branches, and the part of the tree, with the most expected tokens per second of the step.
 
@@ -125,8 +162,15 @@ class AdaptiveBranches:
 
     def __init__(self, most: int, costs: PassCosts) -> None:
         self._most = most
-        self._draft, self._redraft, self._verify = map(_by_tokens, (costs.draft, costs.redraft, costs.verify))
+        self.reprice(costs)
         self._redraft_confidence: float | None = None
+
+    def reprice(self, costs: PassCosts) -> None:
+        """From here on passes take so long."""
+        self._draft, self._redraft, self._verify = map(_by_tokens, (costs.draft, costs.redraft, costs.verify))
+
+    def chances(self, confidence: FloatArray) -> FloatArray:
+        return confidence
 
     def choose(self, confidence: FloatArray, size: int) -> list[int]:
         trunk, ends = np.cumprod([1.0, *confidence]), break_chances(confidence)

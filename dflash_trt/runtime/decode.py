@@ -6,6 +6,7 @@ randomness that depends on (seed, position) alone.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 from dflash_trt.backends.base import Array, Cache, Session
 from dflash_trt.errors import BackendError, DflashError, RequestError
 from dflash_trt.runtime.acceptance import Acceptance, Choose, walk
+from dflash_trt.runtime.adaptive_drafting import AdaptiveDrafting
 from dflash_trt.runtime.branching import BranchPolicy
 from dflash_trt.runtime.drafter import Drafter
 from dflash_trt.runtime.limits import Limits
@@ -96,7 +98,7 @@ class Batch(ABC):
 
         Chunks depend on the prompt alone, never on what else is going on: so do the numbers that come of them.
         """
-        with host_time([sequence.statistics]):
+        with host_time([sequence.statistics], "prefill"):
             self._prefill_chunk(row, sequence)
 
     def step(self) -> None:
@@ -148,8 +150,10 @@ class DecodeBatch(Batch):
         drafter: session of the drafter graph; None decodes token by token.
         sequences: as of `Batch`.
         mask_token_id: fills the block behind the anchor.
-        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD).
+        vp_drafter, policy: session of the VP drafter graph, and what chooses the branches (D2SD) and prunes the tree.
         slots: rows to make caches for; None for as many as there are sequences.
+        drafts: of a trunk at most; None for whole blocks.
+        adaptive: the policy, where it learns from each step; for one sequence.
     """
 
     def __init__(
@@ -162,13 +166,17 @@ class DecodeBatch(Batch):
         vp_drafter: Session | None = None,
         policy: BranchPolicy | None = None,
         slots: int | None = None,
+        drafts: int | None = None,
+        adaptive: AdaptiveDrafting | None = None,
     ) -> None:
         super().__init__(target, sequences, limits, speculation=drafter is not None)
         slots = len(sequences) if slots is None else slots
         longest = max((len(sequence.prompt) for sequence in sequences), default=0) + limits.step_slots
         capacity = target.capacity_for(longest, limits.capacity)
         self.meter = StepMeter()
-        self._policy = policy
+        self._policy = policy if adaptive is None else adaptive
+        self._drafts = limits.block_size - 1 if drafts is None else drafts
+        self._adaptive = adaptive
         self._target_cache = target.new_cache(slots, capacity)
         self._proposer = None
         if drafter is not None:
@@ -188,7 +196,10 @@ class DecodeBatch(Batch):
 
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
-        self._advance(sequences, self.limits.block_size - 1, self._policy)
+        drafts = self._drafts if self._adaptive is None else self._adaptive.drafts(self._drafts)
+        self._advance(sequences, drafts, self._policy)
+        if self._adaptive is not None:
+            self._adaptive.observe(self.meter)
 
     def _grow(self, needed: int) -> None:
         """Makes room for `needed` slots in every row."""
@@ -248,12 +259,14 @@ class DecodeBatch(Batch):
         with self.meter.timed("verify", [self.rows[row].statistics for row in proposals], batch * size):
             outputs = self.target.run(inputs, wanted, self._target_cache.rows(0, batch))
         for row, proposal in proposals.items():
-            self.rows[row].statistics.target_passes += 1
+            statistics, started = self.rows[row].statistics, time.perf_counter()
+            statistics.target_passes += 1
             try:
                 acceptance = walk(proposal.tree, self._chooser(row, proposal.tree, outputs))
             except DflashError as error:
                 self._fault(row, error)
             else:
+                statistics.seconds["accept"] += time.perf_counter() - started
                 self._commit(row, proposal, acceptance, outputs.get("context_features"))
 
     def _chooser(self, row: int, tree: CandidateTree, outputs: dict[str, Array]) -> Choose:
@@ -270,16 +283,20 @@ class DecodeBatch(Batch):
         """Emits the accepted tokens, moves the path's cache rows into place and hands its features to the drafters."""
         sequence, path = self.rows[row], acceptance.path
         yielded = sequence.emit(acceptance.tokens)
-        sequence.statistics.record_step(proposed=len(proposal.tree) - 1, yielded=yielded)
-        self.meter.record_walk(min(len(proposal.draft), len(proposal.tree) - 1), path)
+        walked = self.meter.record_walk(proposal.tree, proposal.draft, path)
+        sequence.statistics.record_step(proposed=len(proposal.tree) - 1, yielded=yielded, walk=walked)
         if sequence.trace is not None:
             sequence.trace.append(proposal.traced(sequence.committed, path, acceptance.tokens[:yielded]))
+        seconds, started = sequence.statistics.seconds, time.perf_counter()
+        before = seconds["prefill"]
         if path != list(range(len(path))):
             self._target_cache.move(row, [sequence.committed + node for node in path], sequence.committed)
         sequence.committed += len(path)
         if self._proposer is not None:
             assert features is not None
             self._proposer.accept(row, sequence, self._kept(features[row], path))
+        injected = seconds["prefill"] - before  # for want of room for more features
+        seconds["move"] += time.perf_counter() - started - injected
 
     def _kept(self, features: Array, rows: list[int]) -> Array:
         """Rows of features [N, T*H], to be kept over later passes. Part of them is copied, or all would be kept."""

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args, over
 from dflash_trt.backends.base import Session
 from dflash_trt.errors import RequestError, UsageError
 from dflash_trt.export.contract import Role
-from dflash_trt.runtime.branching import AdaptiveBranches, BranchPolicy, FixedBranches, PassCosts, chosen_branches
+from dflash_trt.runtime.adaptive_drafting import AdaptiveDrafting, Experience
+from dflash_trt.runtime.branching import (
+    AdaptiveBranches,
+    BranchPolicy,
+    FixedBranches,
+    PassCosts,
+    chosen_branches,
+    chosen_drafts,
+)
 from dflash_trt.runtime.decode import Batch, DecodeBatch
 from dflash_trt.runtime.generation import Generation, StreamEvent, StreamReader, generation_of
 from dflash_trt.runtime.limits import Limits
@@ -21,7 +29,7 @@ from dflash_trt.runtime.sequence import SequenceState, check_prompt
 from dflash_trt.runtime.slots import SlotBatch
 from dflash_trt.runtime.speculation import AdaptivePlan, FixedPlan, Plan, Speculation, SpeculationPolicy
 from dflash_trt.runtime.text import Tokenizer
-from dflash_trt.runtime.trace import Branches, StepTrace, System, Trace
+from dflash_trt.runtime.trace import Branches, Drafts, StepTrace, System, Trace
 
 if TYPE_CHECKING:
     from dflash_trt.runtime.device_decode import DeviceSlots
@@ -30,10 +38,16 @@ Prompt = str | Sequence[int]
 
 
 class _Drafting(NamedTuple):
-    """How a generation drafts; without speculation there are no branches."""
+    """How a generation drafts; without speculation there are no branches and no drafts."""
 
     speculation: bool
     branches: Branches
+    drafts: Drafts
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether each step decides how much it verifies."""
+        return "auto" in (self.branches, self.drafts)
 
 
 class Engine:
@@ -79,6 +93,7 @@ class Engine:
         self.costs = costs
         self.device_step = all(whole_steps) if device_step is None else device_step
         self._free_slots: list[DeviceSlots] = []
+        self._experience: Experience | None = None
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size = vocab_size
@@ -92,19 +107,19 @@ class Engine:
     @overload
     def generate(
         self, prompt: Prompt, *, stream: Literal[False] = False, speculation: bool = True,
-        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+        branches: Branches | None = None, drafts: Drafts | None = None, trace: bool = False, **sampling: Any,
     ) -> Generation: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompt: Prompt, *, stream: Literal[True], speculation: bool = True,
-        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+        branches: Branches | None = None, drafts: Drafts | None = None, trace: bool = False, **sampling: Any,
     ) -> Iterator[StreamEvent]: ...  # fmt: skip
 
     @overload
     def generate(
         self, prompt: Sequence[Prompt], *, speculation: bool = True,
-        branches: Branches | None = None, trace: bool = False, **sampling: Any,
+        branches: Branches | None = None, drafts: Drafts | None = None, trace: bool = False, **sampling: Any,
     ) -> list[Generation]: ...  # fmt: skip
 
     def generate(
@@ -114,6 +129,7 @@ class Engine:
         stream: bool = False,
         speculation: bool = True,
         branches: Branches | None = None,
+        drafts: Drafts | None = None,
         trace: bool = False,
         **sampling: Any,
     ) -> Generation | Iterator[StreamEvent] | list[Generation]:
@@ -127,13 +143,16 @@ class Engine:
             speculation: False decodes token by token with the same engine; the output is the same.
             branches: of a D2SD bundle, with speculation: how many a step has at most, 0 for none (DFlash), "auto" for
                 as many as pay; None for as many as the bundle was built for. The output is the same.
+            drafts: how many drafts behind the anchor a step verifies at most, before branches: "auto" for as many as
+                pay, which may be none; None for all of a block. The output is the same.
             trace: keeps what each step did.
             sampling: fields of `SamplingParams`.
 
         Raises:
-            RequestError: an empty or too long prompt. UsageError: a sampling parameter or `branches` out of range.
+            RequestError: an empty or too long prompt. UsageError: a sampling parameter, `branches` or
+                `drafts` out of range.
         """
-        drafting, params = self._drafting(speculation, branches), SamplingParams(**sampling)
+        drafting, params = self._drafting(speculation, branches, drafts), SamplingParams(**sampling)
         several = not isinstance(prompt, str) and len(prompt) > 0 and not isinstance(prompt[0], Integral)
         if several and stream:
             raise UsageError("takes one prompt, not a list", where="stream", mend="Use AsyncEngine for several")
@@ -169,15 +188,15 @@ class Engine:
         drafting = self._drafting(speculation != "off", branches)
         if speculation != "auto":
             return self._scheduler(drafting, self.limits.max_batch_size, max_queue)
-        most = self.limits.branches if drafting.branches == "auto" else drafting.branches
-        batch = self._slots(_Drafting(True, most), self.limits.max_batch_size)
+        most = self._most_branches(drafting)
+        batch = self._slots(drafting._replace(branches=most), self.limits.max_batch_size)
         return Scheduler(batch, AdaptivePlan(self.limits, most, self.costs), _fixed_branches, max_queue)
 
     def _scheduler(self, drafting: _Drafting, slots: int, max_queue: int) -> Scheduler:
         """One whose steps are all alike."""
-        most = self.limits.branches if drafting.branches == "auto" else drafting.branches
-        plan: SpeculationPolicy = FixedPlan(Plan(self.limits.block_size - 1 if drafting.speculation else 0, most))
-        policy = self._policy(drafting.branches)
+        most = self._most_branches(drafting)
+        plan: SpeculationPolicy = FixedPlan(Plan(self._most_drafts(drafting), most))
+        policy = self._policy(drafting)
         return Scheduler(self._slots(drafting, slots), plan, lambda plan: policy, max_queue)
 
     def _slots(self, drafting: _Drafting, slots: int) -> SlotBatch:
@@ -200,14 +219,22 @@ class Engine:
         for start in range(0, len(sequences), self.limits.max_batch_size):
             self._batch(sequences[start : start + self.limits.max_batch_size], drafting).run()
 
-    def _drafting(self, speculation: bool, branches: Branches | None) -> _Drafting:
-        """How to draft. Raises UsageError where the bundle cannot have these branches."""
+    def _drafting(self, speculation: bool, branches: Branches | None, drafts: Drafts | None = None) -> _Drafting:
+        """How to draft. Raises UsageError where the bundle cannot have these branches or drafts."""
         if not isinstance(speculation, bool):
             mend = 'Choose one; "auto", "on" and "off" are of AsyncEngine'
             raise UsageError(f"{speculation!r} must be True or False", where="speculation", mend=mend)
-        built, vp_drafter = self.limits.branches, self.vp_drafter is not None
-        found = chosen_branches(branches, built, speculation=speculation, vp_drafter=vp_drafter, costs=self.costs)
-        return _Drafting(speculation, found)
+        limits, costs, vp_drafter = self.limits, self.costs, self.vp_drafter is not None
+        found = chosen_branches(
+            branches, limits.branches, speculation=speculation, vp_drafter=vp_drafter, costs=costs
+        )
+        verified = chosen_drafts(
+            drafts, limits.block_size, speculation=speculation, branches=found, costs=costs
+        )
+        return _Drafting(speculation, found, verified)
+
+    def _most_drafts(self, drafting: _Drafting) -> int:
+        return self.limits.block_size - 1 if drafting.drafts == "auto" else drafting.drafts
 
     def _stream(self, sequence: SequenceState, drafting: _Drafting) -> Iterator[StreamEvent]:
         batch = self._batch([sequence], drafting)
@@ -247,12 +274,15 @@ class Engine:
             return self._device_batch(sequences, int(drafting.branches))
         drafter = self.drafter if drafting.speculation else None
         vp_drafter = self.vp_drafter if drafting.branches else None
-        policy = self._policy(drafting.branches)
-        return DecodeBatch(self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter, policy)
+        common = (self.target, drafter, sequences, self.limits, self.mask_token_id, vp_drafter)
+        drafts = self._most_drafts(drafting)
+        if len(sequences) > 1 or not drafting.is_adaptive:
+            return DecodeBatch(*common, policy=self._policy(drafting), drafts=drafts)
+        return DecodeBatch(*common, drafts=drafts, adaptive=self._adaptive(drafting))
 
     def _steps_on_device(self, sequences: Sequence[SequenceState], drafting: _Drafting) -> bool:
         """Everything else needs the host between the passes of a step: to sample, to weigh costs, to record."""
-        fixed = drafting.speculation and drafting.branches != "auto"
+        fixed = drafting.speculation and not drafting.is_adaptive and drafting.drafts == self.limits.block_size - 1
         return self.device_step and fixed and all(s.params.is_plain_greedy and s.trace is None for s in sequences)
 
     def _device_batch(self, sequences: Sequence[SequenceState], branches: int) -> Batch:
@@ -263,11 +293,22 @@ class Engine:
             self._free_slots.append(DeviceSlots(target, drafter, vp_drafter, self.limits, self.mask_token_id))
         return DeviceDecodeBatch(self._free_slots.pop(), sequences, branches, self._free_slots.append)
 
-    def _policy(self, branches: Branches) -> BranchPolicy:
-        if branches != "auto":
-            return FixedBranches(branches)
+    def _policy(self, drafting: _Drafting) -> BranchPolicy | None:
+        """For any number of sequences: it learns nothing."""
+        if not drafting.is_adaptive:
+            return FixedBranches(int(drafting.branches)) if drafting.branches else None
         assert self.costs is not None
-        return AdaptiveBranches(self.limits.branches, self.costs)
+        return AdaptiveBranches(self._most_branches(drafting), self.costs)
+
+    def _adaptive(self, drafting: _Drafting) -> AdaptiveDrafting:
+        """For one sequence."""
+        assert self.costs is not None
+        if self._experience is None:
+            self._experience = Experience(self.costs)
+        return AdaptiveDrafting(self.limits, self._most_branches(drafting), self.costs, self._experience)
+
+    def _most_branches(self, drafting: _Drafting) -> int:
+        return self.limits.branches if drafting.branches == "auto" else drafting.branches
 
     def _generation(self, drafting: _Drafting, sequence: SequenceState) -> Generation:
         trace = None if sequence.trace is None else self._trace(sequence, sequence.trace, drafting)

@@ -13,7 +13,7 @@ from dflash_trt.runtime.branching import Branch, BranchPolicy
 from dflash_trt.runtime.drafter import Block, Draft, Drafter, not_finite
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.staircase import break_chances, merge
+from dflash_trt.runtime.staircase import FloatArray, break_chances, merge
 from dflash_trt.runtime.statistics import DraftStage, StepMeter
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
@@ -123,7 +123,7 @@ class Proposer:
             return {row: Proposal.anchor(sequence.anchor) for row, sequence in sequences.items()}
         trunks = self._draft(sequences, drafts)
         if self._redrafter is None or policy is None:
-            return {row: _proposal(sequences[row], trunk, []) for row, trunk in trunks.items()}
+            return {row: _proposal(sequences[row], trunk, [], policy) for row, trunk in trunks.items()}
         kept = {
             row: policy.choose(trunk.confidence, self._branch_size(sequences[row], drafts))
             for row, trunk in trunks.items()
@@ -205,21 +205,25 @@ def _branches(trunk: Draft, kept: Sequence[int], redraft: Draft) -> list[Branch]
 
 
 def _proposal(
-    sequence: SequenceState, trunk: Draft, branches: list[Branch], policy: BranchPolicy | None = None
+    sequence: SequenceState, trunk: Draft, branches: list[Branch], policy: BranchPolicy | None
 ) -> Proposal:
     draft, confidence = trunk.ids.tolist(), trunk.confidence.tolist()
     rows = [[sequence.anchor, *draft], *([sequence.anchor, *draft[: b.kept], *b.tokens] for b in branches)]
     tree, nodes = merge(rows)
     if policy is not None:
         reach = np.zeros(len(tree))
-        for path, chances in zip(nodes, _reach(confidence, branches), strict=True):
+        for path, chances in zip(nodes, _reach(policy.chances(trunk.confidence), branches), strict=True):
             reach[path] = np.maximum(reach[path], chances)
         tree = policy.prune(tree, reach, trunk.confidence, branches)
     return Proposal(tree, draft, confidence, branches)
 
 
-def _reach(confidence: list[float], branches: list[Branch]) -> list[np.ndarray]:
-    """For the trunk and each branch: the probability that the walk comes to each of its nodes."""
-    trunk = np.cumprod([1.0, *confidence])
-    tails = [np.cumprod([b.probability, *b.confidence])[1:] for b in branches]
+def _reach(chances: FloatArray, branches: list[Branch]) -> list[FloatArray]:
+    """For the trunk and each branch: the probability that the walk comes to each of its nodes.
+
+    Args:
+        chances: f64 [n], that each draft of the trunk is right where those before it are.
+    """
+    trunk, ends = np.cumprod([1.0, *chances]), break_chances(chances)
+    tails = [np.cumprod([ends[b.kept], *b.confidence])[1:] for b in branches]
     return [trunk, *(np.concatenate((trunk[: b.kept + 1], tail)) for b, tail in zip(branches, tails, strict=True))]

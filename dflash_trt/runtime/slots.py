@@ -11,6 +11,7 @@ from dflash_trt.runtime.decode import DecodeBatch
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
 from dflash_trt.runtime.speculation import Plan, StepOutcome
+from dflash_trt.runtime.statistics import host_time
 
 _SHRINK = 4  # a row's capacity is cut when so many times what is needed
 
@@ -81,11 +82,10 @@ class SlotBatch(DecodeBatch):
         """
         started, active = time.perf_counter(), self.active
         sequences = {row: self.rows[row] for row in active}
-        self._advance(sequences, plan.drafts, policy)
+        with host_time([sequence.statistics for sequence in sequences.values()]):
+            self._advance(sequences, plan.drafts, policy)
         seconds = dict(self.meter.seconds)
         seconds["host"] = time.perf_counter() - started - sum(seconds.values())
-        for sequence in sequences.values():
-            sequence.statistics.seconds["host"] += seconds["host"] / len(sequences)
         meter = self.meter
         return StepOutcome(plan, len(active), seconds, dict(meter.tokens), tuple(meter.trunk), tuple(meter.yielded))
 

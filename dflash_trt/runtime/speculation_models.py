@@ -54,7 +54,7 @@ class _Curve:
         self._line: tuple[list[int], list[float]] = [], []
         self._until_fit = 0
         for tokens, seconds in seeds:
-            self.put(1, tokens, _Time(seconds, _SEEDED, 0))
+            self.put(1, tokens, _Time(max(seconds, _TICK), _SEEDED, 0))
 
     def put(self, rows: int, size: int, time: _Time) -> None:
         """Notes what a pass takes that was not measured before."""

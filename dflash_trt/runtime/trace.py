@@ -9,6 +9,7 @@ from dflash_trt.checkpoint.spec import Frozen
 
 System = Literal["dflash", "dflare", "d2sd"]
 Branches = int | Literal["auto"]
+Drafts = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)

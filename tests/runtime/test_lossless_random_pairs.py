@@ -21,6 +21,7 @@ from makers import make_drafter, make_target
 
 import dflash_trt
 from dflash_trt.evaluation.losslessness import compare_outputs
+from dflash_trt.runtime.branching import PassCosts
 
 SAMPLING = (
     {"temperature": 0.0},
@@ -104,18 +105,21 @@ class HintedDrafter:
 
 @dataclass
 class Seen:
-    """What the comparisons of one test saw: verdicts, and acceptance lengths of steps."""
+    """What the comparisons of one test saw: verdicts, and acceptance lengths and verified drafts of steps."""
 
     verdicts: Counter[str] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
+    proposed: Counter[int] = field(default_factory=Counter)
 
 
-def check(engine, prompts: list[list[int]], tokens: int, sampling: dict, seen: Seen, accuracy: float) -> None:
+def check(
+    engine, prompts: list[list[int]], tokens: int, sampling: dict, seen: Seen, accuracy: float, drafts=None
+) -> None:
     drafter = engine.drafter
     for prompt in prompts:
         plain = engine.generate(prompt, speculation=False, max_tokens=tokens, **sampling)
         engine.drafter = HintedDrafter(drafter, [*prompt, *plain.token_ids], accuracy)
-        drafted = engine.generate(prompt, max_tokens=tokens, **sampling)
+        drafted = engine.generate(prompt, max_tokens=tokens, drafts=drafts, **sampling)
         comparison = compare_outputs(engine, prompt, plain.token_ids, drafted.token_ids, **sampling)
         seen.verdicts[comparison.verdict] += 1
         assert comparison.verdict != "different", comparison
@@ -124,6 +128,7 @@ def check(engine, prompts: list[list[int]], tokens: int, sampling: dict, seen: S
             assert drafted.text == plain.text
             assert sum(drafted.statistics.acceptance_lengths) == len(drafted.token_ids) - 1
         seen.accepted.update(drafted.statistics.acceptance_lengths)
+        seen.proposed.update(walk.trunk for walk in drafted.statistics.walks.elements())
 
 
 def test_speculative_equals_token_by_token():
@@ -149,6 +154,36 @@ def test_speculative_equals_token_by_token():
     holds()
     assert seen.verdicts["tie"] <= 0.01 * sum(seen.verdicts.values())
     assert len(seen.accepted) >= 4, seen.accepted
+
+
+PRICES = (0.0, 0.05, 0.3)  # of another verified token, where a pass of one costs 1
+
+
+@pytest.mark.parametrize("drafts", [1, 3, "auto"])
+def test_any_number_of_drafts_equals_token_by_token(drafts):
+    """A fixed number of verified drafts, and one that each step weighs, down to none."""
+    seen = Seen()
+
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        shape=pairs().filter(lambda shape: shape["block_size"] >= 4),
+        sampling=st.sampled_from(SAMPLING),
+        accuracy=st.sampled_from([0.0, 0.5, 0.9]),
+        price=st.sampled_from(PRICES),
+    )
+    def holds(shape, sampling, accuracy, price):
+        costs = PassCosts(draft=((1, 0.5), (16, 0.5)), redraft=(), verify=((1, 1.0), (16, 1.0 + 15 * price)))
+        with TemporaryDirectory() as folder:
+            write_pair(shape, Path(folder))
+            engine = torch_engine(Path(folder) / "t", Path(folder) / "d", costs=costs)
+            check(engine, [[1, 2, 3], [2] * 20], 60, sampling, seen, accuracy, drafts)
+
+    holds()
+    assert seen.verdicts["tie"] <= 0.01 * sum(seen.verdicts.values())
+    if drafts == "auto":
+        assert 0 in seen.proposed and len(seen.proposed) >= 3, seen.proposed
+    else:
+        assert max(seen.proposed) == drafts
 
 
 @pytest.mark.slow

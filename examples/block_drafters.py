@@ -1,4 +1,4 @@
-"""The small drafters that ``train_tiny.py`` trains, and the pieces shared by every training stage."""
+"""The drafters that ``train_tiny.py`` and ``smollm2/train_drafters.py`` train, and what every training stage shares."""
 
 from __future__ import annotations
 
@@ -167,38 +167,49 @@ def block_layout(anchors: Tensor, length: int, block_size: int) -> tuple[Tensor,
     """
     count, per_row = anchors.shape
     slots = per_row * block_size
-    query = (anchors[..., None] + torch.arange(block_size)).flatten(1)
-    positions = torch.cat([torch.arange(length).expand(count, -1), query], dim=1)
-    owner = torch.arange(slots) // block_size
-    sees_context = torch.arange(length) < anchors.repeat_interleave(block_size, dim=1)[..., None]
+    steps = torch.arange(max(length, slots), device=anchors.device)
+    query = (anchors[..., None] + steps[:block_size]).flatten(1)
+    positions = torch.cat([steps[:length].expand(count, -1), query], dim=1)
+    owner = steps[:slots] // block_size
+    sees_context = steps[:length] < anchors.repeat_interleave(block_size, dim=1)[..., None]
     sees_block = (owner[:, None] == owner).expand(count, -1, -1)
     return positions, torch.cat([sees_context, sees_block], dim=-1)[:, None]
 
 
-def block_loss(drafter: BlockDrafter, target: Qwen3ForCausalLM, tokens: Tensor, features: Tensor, anchors: Tensor,
-               visible: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+def block_loss(
+    drafter: BlockDrafter, head: Tensor, tokens: Tensor, features: Tensor, anchors: Tensor, visible: Tensor,
+    gamma: float, *, lengths: Tensor | None = None, vocabulary: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weighted cross entropy of ``tokens`` [N, S] drafted from ``anchors`` [N, A], and the mean acceptance length.
 
-    ``features`` [N, S, taps*H]; ``visible`` [N, A] tokens after each anchor are shown to the drafter and not learnt:
-    none for a first drafter, some for a variable-prefix drafter. The second value counts the correct drafts after
-    those, up to the first miss, and the target's bonus token: what greedy verification would accept where the
-    target's greedy choice is the token in the sequence.
+    ``head`` [V, H] is the target's, tied to its embedding: a drafter owns neither. ``features`` [N, S, taps*H];
+    ``visible`` [N, A] tokens after each anchor are shown to the drafter and not learnt: none for a first drafter, some
+    for a variable-prefix drafter. ``lengths`` [N] of the texts, where they are padded. ``vocabulary`` [W], ascending,
+    limits the softmax to some tokens, all labels among them: a sampled softmax, where the whole would cost the most.
+
+    The second value counts the correct drafts after the visible ones, up to the first miss, and the target's bonus
+    token: what greedy verification would accept where the target's greedy choice is the token in the sequence.
     """
     size = drafter.config.block_size
     positions, mask = block_layout(anchors, tokens.shape[1], size)
-    offsets = torch.arange(size)
-    block = tokens.gather(1, (anchors[..., None] + offsets).flatten(1)).view(*anchors.shape, size)
+    offsets = torch.arange(size, device=tokens.device)
+    places = anchors[..., None] + offsets
+    ends = tokens.shape[1] if lengths is None else lengths[:, None, None]
+    block = tokens.gather(1, places.clamp(max=tokens.shape[1] - 1).flatten(1)).view(*anchors.shape, size)
     shown = torch.where(offsets <= visible[..., None], block, drafter.config.dflash_config["mask_token_id"])
-    embeddings = F.embedding(shown.flatten(1), target.lm_head.weight)  # tied; the drafter owns no embedding, no head
-    hidden = drafter(features, embeddings, positions, mask).unflatten(1, (-1, size))[:, :, 1:]  # [N, A, B-1, H]
-    logits = F.linear(hidden, target.lm_head.weight).float()
+    hidden = drafter(features, F.embedding(shown.flatten(1), head), positions, mask)
+    hidden = hidden.unflatten(1, (-1, size))[:, :, 1:]  # [N, A, B-1, H]
     labels, after = block[..., 1:], offsets[1:] - visible[..., None]  # after >= 1 at the masked positions
+    if vocabulary is not None:
+        head, labels = head[vocabulary], torch.searchsorted(vocabulary, labels.contiguous())
+    logits = F.linear(hidden, head).float()
     losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+    learnt = (after > 0) & (places[..., 1:] < ends)
     # An early miss throws away everything after it, so early positions weigh more.
-    weights = torch.exp(-(after - 1) / gamma) * (after > 0)
-    right = (logits.argmax(-1) == labels) | (after <= 0)
+    weights = torch.exp(-(after - 1) / gamma) * learnt
+    right = ((logits.argmax(-1) == labels) & learnt) | (after <= 0)
     accepted = right.long().cumprod(-1).sum(-1) - visible + 1
-    return ((losses * weights).sum(-1) / weights.sum(-1)).mean(), accepted.float().mean()
+    return ((losses * weights).sum(-1) / weights.sum(-1).clamp(min=1e-9)).mean(), accepted.float().mean()
 
 
 def progress(title: str, total: int, console: Console) -> tuple[Progress, Callable[[int, str], None]]:
