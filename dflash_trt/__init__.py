@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash_trt.evaluation.bench_report import BenchReport
     from dflash_trt.loading import Device
     from dflash_trt.pipeline import BuildResult
     from dflash_trt.runtime.engine import Engine
 
 __version__ = "0.1.0"
-__all__ = ["build", "load"]
+__all__ = ["bench", "build", "load"]
 
 
 def build(**options: Any) -> BuildResult:
@@ -39,3 +40,17 @@ def load(bundle: str | Path, *, threads: int = 0, device: Device = "cpu") -> Eng
     from dflash_trt.loading import load_engine
 
     return load_engine(Path(bundle), threads=threads, device=device)
+
+
+def bench(*bundles: str | Path, **settings: Any) -> BenchReport:
+    """Measures bundles of one target on prompts.
+
+    Args:
+        settings: fields of `dflash_trt.evaluation.bench.BenchSettings`.
+
+    Returns:
+        What `dflash-trt bench --json` prints, as values: see `dflash_trt.evaluation.bench_report`.
+    """
+    from dflash_trt.evaluation.bench import BenchSettings, run_bench
+
+    return run_bench([Path(bundle) for bundle in bundles], BenchSettings(**settings))

@@ -24,15 +24,17 @@ from typing import Any
 from dflash_trt import __version__
 from dflash_trt.backends.engine_record import PLUGIN_FOLDER, EngineRecord
 from dflash_trt.checkpoint.spec import DecoderSpec, DrafterSpec, Dtype, Frozen, RopeSpec, TargetSpec
-from dflash_trt.config import BackendName
+from dflash_trt.config import BackendName, WeightKind
 from dflash_trt.documents import DocumentError, parse, to_values
 from dflash_trt.errors import BundleError
 from dflash_trt.export.contract import GraphSpec, Role
+from dflash_trt.hashing import sha256_of
+from dflash_trt.progress import Advance
 from dflash_trt.runtime.branching import PassCosts
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.trace import System
 
-FORMAT = 3
+FORMAT = 4
 CONFIG = "config.json"
 REPORT = "report.json"
 MODEL = "model.onnx"
@@ -69,6 +71,7 @@ class BundleInfo(Frozen):
     roles: tuple[Role, ...]
     backend: BackendName
     precision: Dtype
+    weights: WeightKind
     block_size: int
     trained_block_size: int
     mask_token_id: int
@@ -105,36 +108,25 @@ def tool_versions(names: tuple[str, ...] = ("torch", "onnx", "onnxscript", "onnx
     return {"dflash_trt": __version__} | {name: version for name, version in found.items() if version is not None}
 
 
-class _Digests:
-    """SHA-256 of files; one that is linked several times is read once."""
-
-    def __init__(self) -> None:
-        self._linked: dict[tuple[int, int], str] = {}
-
-    def of(self, path: Path) -> str:
-        stat = path.stat()
-        key = (stat.st_dev, stat.st_ino)
-        if stat.st_nlink > 1 and key in self._linked:
-            return self._linked[key]
-        with open(path, "rb") as file:
-            self._linked[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        return self._linked[key]
+def files_to_record(folder: Path) -> list[Path]:
+    """Every file under `folder` but config.json, in the order of names."""
+    found = [path for path in folder.rglob("*") if not path.is_dir()]
+    return sorted(path for path in found if path.relative_to(folder).as_posix() != CONFIG)
 
 
-def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Every file under `folder` but config.json."""
-    digests, records = _Digests(), {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() or name == CONFIG:
-            continue
-        records[name] = FileRecord(size=path.stat().st_size, sha256=digests.of(path))
-    return records
+def write_config(folder: Path, info: BundleInfo, advance: Advance = lambda amount: None) -> BundleInfo:
+    """Writes config.json, with the files as they are now and the digest of the text itself; returns what it holds.
 
-
-def write_config(folder: Path, info: BundleInfo) -> BundleInfo:
-    """Writes config.json, with the files as they are now and the digest of the text itself; returns what it holds."""
-    info = replace(info, digest=_NO_DIGEST, files=record_files(folder))
+    Args:
+        advance: called with the number of bytes hashed, from several threads.
+    """
+    files = files_to_record(folder)
+    digests = sha256_of(files, advance)
+    records = {
+        path.relative_to(folder).as_posix(): FileRecord(size=path.stat().st_size, sha256=digests[path])
+        for path in files
+    }
+    info = replace(info, digest=_NO_DIGEST, files=records)
     config = {**_tensorrt_llm_keys(info, info.target), "dflash_trt": to_values(info)}
     text = json.dumps(config, indent=2) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -250,7 +242,6 @@ def check_files(folder: Path, info: BundleInfo) -> None:
     Raises:
         BundleError: a file is missing, was added, has another size, or other bytes.
     """
-    digests = _Digests()
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in (CONFIG, *info.files):
             raise BundleError("was added after the build", where=str(path), mend="Remove it")
@@ -262,9 +253,10 @@ def check_files(folder: Path, info: BundleInfo) -> None:
             raise BundleError(
                 f"has {path.stat().st_size} bytes, {record.size} were built", where=str(path), mend="Build it again"
             )
+    digests = sha256_of(folder / name for name in info.files)
     for name, record in info.files.items():
         path = folder / name
-        found = digests.of(path)
+        found = digests[path]
         if found != record.sha256:
             raise BundleError(
                 f"was changed after the build (sha256 {found[:12]}..., built {record.sha256[:12]}...)",

@@ -16,6 +16,7 @@ from dflash_trt.checkpoint.spec import DecoderSpec, Dtype
 from dflash_trt.errors import PairError, UsageError
 
 BackendName = Literal["onnxruntime", "tensorrt", "tensorrt-rtx", "torch"]
+WeightKind = Literal["float", "int8", "int4"]
 _PATHS = ("target", "drafter", "vp_drafter", "output", "dump_ir", "input_timing_cache", "output_timing_cache")
 _ENGINES = ("tensorrt", "tensorrt-rtx")
 _ENGINE_OPTIONS = (
@@ -54,6 +55,7 @@ class BuildConfig(_Options):
         output: the bundle to write.
         dtype: of weights, caches and compute; None is float32, in which decoding is lossless token for token, and
             bfloat16 for TensorRT and TensorRT-RTX.
+        weights: of every linear layer, for ONNX Runtime: "int8" and "int4" are read faster than float, and rounded.
         max_seq_len: prompt and output together, in tokens; None is 2048, or what both models were trained for if less.
         max_input_len: prompt; None is max_seq_len - 1.
         block_size: anchor and drafts; None is the drafter's trained block.
@@ -84,6 +86,7 @@ class BuildConfig(_Options):
     output: Path
     backend: BackendName = "onnxruntime"
     dtype: Dtype | None = None
+    weights: WeightKind = "float"
     max_batch_size: int = pydantic.Field(default=1, ge=1)
     max_seq_len: int | None = pydantic.Field(default=None, ge=2)
     max_input_len: int | None = pydantic.Field(default=None, ge=1)
@@ -148,6 +151,10 @@ class BuildConfig(_Options):
 
     def check_backend(self) -> None:
         """Raises UsageError for an option that another backend has."""
+        if self.weights != "float" and self.backend != "onnxruntime":
+            what = f"{self.weights} is for --backend onnxruntime, {self.backend} takes float weights"
+            mend = "Leave it out, or build for onnxruntime"
+            raise UsageError(what, where="--weights", mend=mend)
         if self.backend in _ENGINES:
             return
         for name in _ENGINE_OPTIONS:

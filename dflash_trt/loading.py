@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dflash_trt import __version__
 from dflash_trt.backends.base import Session
 from dflash_trt.backends.engine_record import EngineRecord, gpu_compute_capability, load_faults
 from dflash_trt.bundle import BundleInfo, check_files, read_info, tool_versions
 from dflash_trt.checkpoint.tensors import TensorFolder
+from dflash_trt.config import WeightKind
 from dflash_trt.errors import BackendError, BundleError, UsageError
 from dflash_trt.export.contract import Role
 from dflash_trt.runtime.engine import Engine
 from dflash_trt.runtime.text import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
 
 Device = Literal["cpu", "cuda"]
 
@@ -147,13 +152,24 @@ def open_session(folder: Path, info: BundleInfo, role: Role, *, threads: int = 0
 
 
 def reference_session(
-    folder: Path, info: BundleInfo, role: Role, *, threads: int = 0, device: Device = "cpu"
+    folder: Path,
+    info: BundleInfo,
+    role: Role,
+    *,
+    threads: int = 0,
+    device: Device = "cpu",
+    weights: WeightKind | None = None,
 ) -> Session:
-    """The same graph in the torch reference, from the bundle's own weights."""
+    """The same graph in the torch reference, from the bundle's own weights.
+
+    Args:
+        weights: "float" for those of the checkpoint; by default what the graph computes with, which of a bundle of
+            quantised weights is what those stand for.
+    """
     import torch
 
     from dflash_trt.backends.torch import TorchSession
-    from dflash_trt.modeling.load import load_drafter, load_target
+    from dflash_trt.modeling.load import load_drafter, load_target, replace_weights
 
     if device == "cuda" and not torch.cuda.is_available():
         mend = "Leave it out, or install a CUDA build of torch and a driver"
@@ -161,15 +177,31 @@ def reference_session(
     if threads:
         torch.set_num_threads(threads)
     positions, dtype = info.limits.capacity, info.precision
-    target = _weights(folder, info, "target")
+    target = float_weights(folder, info, "target")
     if role == "target":
-        module = load_target(info.target, info.taps, target, positions, dtype)
-        return TorchSession(module, info.graphs[role].spec, device)
-    own = _weights(folder, info, role)
-    drafter = load_drafter(info.drafter_of(role), own, info.target, target, positions, dtype)
-    return TorchSession(drafter, info.graphs[role].spec, device)
+        module: torch.nn.Module = load_target(info.target, info.taps, target, positions, dtype)
+    else:
+        own = float_weights(folder, info, role)
+        module = load_drafter(info.drafter_of(role), own, info.target, target, positions, dtype)
+    if (weights or info.weights) != "float":
+        replace_weights(module, _dequantized(folder, role, module))
+    return TorchSession(module, info.graphs[role].spec, device)
 
 
-def _weights(folder: Path, info: BundleInfo, role: Role) -> TensorFolder:
+def float_weights(folder: Path, info: BundleInfo, role: Role) -> TensorFolder:
+    """A graph's own tensors, of the checkpoint or converted to the bundle's precision."""
     files = [folder / name for name in info.graphs[role].weights]
     return TensorFolder.from_files(files, later_wins=True)
+
+
+def _dequantized(folder: Path, role: Role, module: torch.nn.Module) -> Iterator[tuple[str, np.ndarray]]:
+    """What the quantised weights of a graph stand for, by the names of the module's parameters."""
+    from dflash_trt.checkpoint.target import LM_HEAD
+    from dflash_trt.export.quantization import QUANTIZED, dequantized, quantized_names, read_quantized
+
+    shared: list[tuple[Role, str]] = [] if role == "target" else [("target", "target.")]
+    for owner, prefix in [(role, ""), *shared]:
+        tensors = read_quantized(folder / owner / QUANTIZED)
+        for name in [LM_HEAD] if prefix else quantized_names(tensors):
+            columns = module.get_parameter(prefix + name).shape[1]
+            yield prefix + name, dequantized(tensors, name, columns)

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -22,6 +23,7 @@ from dflash_trt.bundle import (
     REPORT,
     BundleInfo,
     GraphRecord,
+    files_to_record,
     tool_versions,
     write_config,
     write_engine_config,
@@ -38,22 +40,26 @@ from dflash_trt.evaluation.engine_checks import why_not_runnable
 from dflash_trt.evaluation.report import VerifyReport
 from dflash_trt.evaluation.verify import report_not_run, verify
 from dflash_trt.export.contract import GraphSpec, Role, drafter_graph, target_graph
-from dflash_trt.export.trace import trace
+from dflash_trt.export.quantization import BITS, QUANTIZED
+from dflash_trt.export.trace import PASSES, trace
 from dflash_trt.export.weights import (
     CONVERTED,
     SHARED,
     TABLES,
     TARGET_PREFIX,
     PlacedWeights,
+    bytes_to_quantize,
     link,
     place_drafter,
+    place_quantized,
     place_target,
 )
+from dflash_trt.hashing import bytes_to_hash
 from dflash_trt.loading import open_engine
 from dflash_trt.modeling.load import drafter_tables, meta_drafter, meta_target, target_tables
 from dflash_trt.output import atomic_output
 from dflash_trt.passes.attach_functions import AttachFunctions
-from dflash_trt.progress import Progress, SilentProgress
+from dflash_trt.progress import Advance, Progress, SilentProgress
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,9 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
     with atomic_output(config.output, force=config.force) as folder:
         # 2. Lay out the weights: linked where the dtype fits, converted once where it does not.
         placed = _place_weights(folder, target, drafters, precision, limits.capacity, progress)
+        bits = BITS.get(config.weights)
+        if bits is not None:
+            _quantize_weights(placed, bits, progress)
 
         # 3. Trace each module without its weights, bind them, lower the graph.
         records, summaries = {}, []
@@ -114,10 +123,11 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             model = None
             graph = _graph(role, checkpoint, drafter.spec.taps, precision)
             if config.backend != "torch":
-                with progress.stage(f"Exporting the {role} graph"):
-                    module = _meta_module(checkpoint, target, drafter.spec.taps, limits.capacity, precision)
-                    lower = lower_onnxruntime if engines is None else engines.lower
-                    model = export_graph(module, graph, placed[role], folder / role, config.dump_ir, lower)
+                with progress.stage(f"Exporting the {role} graph", PASSES * graph.num_layers) as advance:
+                    module = _meta_module(checkpoint, target, drafter.spec.taps, limits.capacity, precision, bits)
+                    trees = role == "target" and limits.branches > 0
+                    lower = partial(lower_onnxruntime, bits=bits, trees=trees) if engines is None else engines.lower
+                    model = export_graph(module, graph, placed[role], folder / role, config.dump_ir, lower, advance)
             if engines is not None and model is not None:
                 model = engines.compile(graph, model)
             records[role] = _record(folder, role, graph, placed[role], model)
@@ -136,6 +146,7 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
             roles=tuple(checkpoints),
             backend=config.backend,
             precision=precision,
+            weights=config.weights,
             block_size=limits.block_size,
             trained_block_size=drafter.spec.block_size,
             mask_token_id=drafter.spec.mask_token_id,
@@ -171,13 +182,13 @@ def build(config: BuildConfig, progress: Progress | None = None) -> BuildResult:
                     where=str(config.output),
                     mend="Nothing was written; --no-verify writes it anyway, for `dflash-trt verify` to look at",
                 )
-            if limits.branches and engine is not None:
+            if engine is not None:
                 with progress.stage("Measuring passes"):
                     info = replace(info, costs=measure_costs(engine))
 
         # 6. Seal it: sizes and hashes of all files.
-        with progress.stage("Hashing"):
-            info = write_config(folder, info)
+        with progress.stage("Hashing", bytes_to_hash(files_to_record(folder)), "bytes") as advance:
+            info = write_config(folder, info, advance)
     return BuildResult(config.output, info, tuple(summaries), report)
 
 
@@ -188,9 +199,10 @@ def export_graph(
     folder: Path,
     dump: Path | None,
     lower: Callable[[ir.Model], ir.Model] = lower_onnxruntime,
+    advance: Advance = lambda amount: None,
 ) -> Path:
     """Trace -> portable graph -> lowered graph, saved as model.onnx beside its weights; returns the file."""
-    model = trace(module, graph)
+    model = trace(module, graph, advance)
     _dump(model, weights, dump, graph.role, "0-traced.onnx")
     AttachFunctions()(model)
     _dump(model, weights, dump, graph.role, "1-portable.onnx")
@@ -235,11 +247,12 @@ def _meta_module(
     taps: tuple[int, ...],
     positions: int,
     precision: Dtype,
+    bits: int | None,
 ) -> torch.nn.Module:
-    """The module to trace, without weights."""
+    """The module to trace, without weights; `bits` as in `lower_onnxruntime`."""
     if isinstance(checkpoint, TargetCheckpoint):
         return meta_target(checkpoint.spec, taps, positions, precision)
-    return meta_drafter(checkpoint.spec, target.spec, positions, precision)
+    return meta_drafter(checkpoint.spec, target.spec, positions, precision, quantized=bits is not None)
 
 
 def _place_weights(
@@ -256,7 +269,7 @@ def _place_weights(
     target_tensors = target.tensors.only(target_module.expected_tensors(target.spec))
     own = {role: d.tensors.only(drafter_module.expected_tensors(d.spec)) for role, d in drafters.items()}
     total = sum(entry.nbytes for tensors in (target_tensors, *own.values()) for entry in tensors.values())
-    with progress.stage("Placing weights", total) as advance:
+    with progress.stage("Placing weights", total, "bytes") as advance:
         tables = target_tables(target.spec, positions)
         placed_target = place_target(target_tensors, tables, precision, folder / "target", advance)
         placed: dict[Role, PlacedWeights] = {"target": placed_target}
@@ -266,11 +279,18 @@ def _place_weights(
     return placed
 
 
+def _quantize_weights(placed: Mapping[Role, PlacedWeights], bits: int, progress: Progress) -> None:
+    total = sum(bytes_to_quantize(weights) for weights in placed.values())
+    with progress.stage("Quantising weights", total, "bytes") as advance:
+        for role, weights in placed.items():
+            place_quantized(weights, bits, advance, None if role == "target" else placed["target"])
+
+
 def _record(folder: Path, role: str, graph: GraphSpec, weights: PlacedWeights, model: Path | None) -> GraphRecord:
     own = {
         entry.name: entry
         for name, entry in weights.entries.items()
-        if entry.file.name != TABLES and not name.startswith(TARGET_PREFIX)
+        if entry.file.name not in (TABLES, QUANTIZED) and not name.startswith(TARGET_PREFIX)
     }
     # converted files last: a linked file also holds the originals of what was converted
     files = sorted({entry.file for entry in own.values()}, key=lambda file: (file.name in (SHARED, CONVERTED), file))

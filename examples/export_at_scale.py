@@ -1,6 +1,6 @@
 """Builds bundles of an 8B target's shape, and measures what that takes: time, memory, and bytes beside the weights.
 
-The checkpoints are holes (`make_shape.py`), so nothing is downloaded and the disk stays empty; builds read, hash and link
+The checkpoints are holes (`make_shape.py`): nothing is downloaded, the disk stays empty; builds read, hash and link
 them like any others. Bundles are not verified: no machine with less memory than the model could do that.
 """
 
@@ -151,7 +151,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=work) as folder:
         try:
             rows = list(run([*target, *drafters], backends, max_seq_len, Path(folder)))
-        except DflashError as error:
+        except (DflashError, OSError) as error:
             raise Unusable(str(error)) from error
     broken = [text for row in rows for text in row.broken(limits)]
     if as_json:

@@ -60,24 +60,20 @@ def make_shape(
     Raises:
         DflashError: a config that is not of a supported kind, or more shards than there are tensors.
     """
-    if isinstance(config, str):
-        values, shards = SHAPES[config].config, shards or SHAPES[config].shards
-    else:
-        values = read_json_object(config)
+    values, published = (read_json_object(config), 1) if isinstance(config, Path) else SHAPES[config]
     with atomic_output(output, force=False, kind="a shape", is_one=lambda folder: False) as folder:
         written = folder / "config.json"
         written.write_text(json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-        spec = _spec(ConfigFile(written if isinstance(config, str) else config), dtype, system)
-        module = targets if isinstance(spec, TargetSpec) else drafters
-        _write_weights(folder, module.expected_tensors(spec), dtype, shards or 1)  # type: ignore[arg-type]
-        if isinstance(spec, TargetSpec) and tokenizer is None:
-            write_tokenizer(folder, spec)
-        elif isinstance(spec, TargetSpec) and tokenizer is not None:
-            for file in tokenizer_files(tokenizer):
-                shutil.copyfile(file, folder / file.name)
+        spec = _spec(ConfigFile(config if isinstance(config, Path) else written), dtype, system)
+        shapes = targets.expected_tensors(spec) if isinstance(spec, TargetSpec) else drafters.expected_tensors(spec)
+        _write_weights(folder, shapes, dtype, published if shards is None else shards)
         (folder / "README.md").write_text(f"This is {WARNING}. `examples/make_shape.py` wrote it.\n", encoding="utf-8")
         # the reader's own checks have the last word
-        targets.read_target(folder) if isinstance(spec, TargetSpec) else drafters.read_drafter(folder)
+        if isinstance(spec, TargetSpec):
+            _give_tokenizer(folder, spec, tokenizer)
+            targets.read_target(folder)
+        else:
+            drafters.read_drafter(folder)
 
 
 def _spec(config: ConfigFile, dtype: Dtype, system: System | None) -> TargetSpec | DrafterSpec:
@@ -125,8 +121,12 @@ def _split(shapes: Shapes, count: int) -> list[list[str]]:
     return parts
 
 
-def write_tokenizer(folder: Path, spec: TargetSpec) -> None:
-    """One token for each byte, and the special ids that the model names, within its vocabulary."""
+def _give_tokenizer(folder: Path, spec: TargetSpec, source: Path | None) -> None:
+    """Copies one, or writes one: a token for each byte, and the special ids that the model names."""
+    if source is not None:
+        for file in tokenizer_files(source):
+            shutil.copyfile(file, folder / file.name)
+        return
     special = sorted({*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])})
     free = [token for token in range(min(spec.vocab_size, _BYTES + len(special))) if token not in special]
     if len(free) < _BYTES:
@@ -162,7 +162,7 @@ def main(
         raise click.UsageError("Give a SHAPE, or --config")
     try:
         make_shape(shape or config or "", output, dtype=dtype, shards=shards, tokenizer=tokenizer, system=system)
-    except DflashError as error:
+    except (DflashError, OSError) as error:
         raise Unusable(str(error)) from error
     files = [file.stat() for file in output.iterdir()]
     length, blocks = sum(file.st_size for file in files), 512 * sum(file.st_blocks for file in files)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 Config = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a published checkpoint looks like: `config.json`, and the number of its weight files."""
 
     config: Config

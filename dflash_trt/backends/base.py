@@ -119,14 +119,13 @@ class DeviceSession(Session, Protocol):
 
 
 def bucket(needed: int, limit: int) -> int:
-    """The smallest capacity 256, 512, 1024, ... that holds `needed`, at most `limit`.
+    """The smallest capacity of a few that holds `needed`, at most `limit`.
 
-    Where attention costs as much as its capacity, growing by doubling keeps it near the length in use.
+    Where attention costs as much as its capacity, that should be near the length in use; but to grow is to copy. So
+    capacities are multiples of 128, and of the largest power of two within a quarter of what is needed.
     """
-    capacity = 256
-    while capacity < needed:
-        capacity *= 2
-    return min(capacity, limit)
+    step = max(128, 1 << max(0, (needed // 4).bit_length() - 1))
+    return min(-(-needed // step) * step, limit)
 
 
 def check_inputs(graph: GraphSpec, inputs: Mapping[str, Array]) -> None:

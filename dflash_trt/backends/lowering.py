@@ -14,11 +14,15 @@ from dflash_trt.errors import BackendError
 from dflash_trt.passes.additive_masks import AdditiveMasks
 from dflash_trt.passes.bind_plugins import BindPlugins
 from dflash_trt.passes.check_in_place import CheckInPlace
+from dflash_trt.passes.exact_attention import ExactAttention
 from dflash_trt.passes.expand_operators import ExpandOperators
 from dflash_trt.passes.fix_capacity import FixCapacity
+from dflash_trt.passes.group_queries import GroupQueries
 from dflash_trt.passes.inline import InlineFunctions
+from dflash_trt.passes.quantize_weights import QuantizeWeights
 from dflash_trt.passes.share_capacity import ShareCapacity
 from dflash_trt.passes.simplify import Simplify
+from dflash_trt.passes.transposed_weights import TransposedWeights
 
 
 def settle_precision(backend: BackendName, asked: Dtype | None) -> Dtype:
@@ -45,8 +49,13 @@ def check_installed(backend: BackendName) -> None:
         raise BackendError(f"{module} is not installed", where=f"--backend {backend}", mend=f"pip install {module}")
 
 
-def lower_onnxruntime(model: ir.Model) -> ir.Model:
-    """Portable graph -> standard graph, in place.
+def lower_onnxruntime(model: ir.Model, bits: int | None = None, *, trees: bool = False) -> ir.Model:
+    """Portable graph -> what ONNX Runtime opens, in place.
+
+    Args:
+        bits: of the weights of linear layers, None for floats. Activations are rounded then, and no row may depend on
+            those beside it by as much as a last bit.
+        trees: whether the new tokens of a pass may be a tree.
 
     Raises:
         ExportError: a cache that cannot be updated in place.
@@ -54,6 +63,12 @@ def lower_onnxruntime(model: ir.Model) -> ir.Model:
     InlineFunctions()(model)
     ShareCapacity()(model)
     Simplify()(model)
+    if bits is not None:
+        GroupQueries()(model)
+        if trees:
+            ExactAttention()(model)
+        QuantizeWeights(bits)(model)
+    TransposedWeights()(model)
     CheckInPlace()(model)
     return model
 

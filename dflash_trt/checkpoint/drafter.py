@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from dflash_trt.checkpoint.decoder import (
     rotary_buffers,
 )
 from dflash_trt.checkpoint.drafter_kinds import FC, FUSION_WEIGHTS, TARGET_PROJECTIONS, drafter_kind
-from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec
+from dflash_trt.checkpoint.spec import AttentionPolicy, DrafterSpec, Dtype
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import CheckpointError
 
@@ -52,7 +52,21 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
     path = Path(folder)
     config = ConfigFile(path / "config.json")
     tensors = TensorFolder.open(path)
-    system = drafter_kind(tensors.names(), path)
+    spec = drafter_spec(config, drafter_kind(tensors.names(), path), main_dtype(tensors))
+    _check_fusion(spec, tensors)
+    check_tensors(tensors, expected_tensors(spec), rotary_buffers(spec.num_layers, ""))
+    return DrafterCheckpoint(spec, tensors, path)
+
+
+def drafter_spec(config: ConfigFile, system: Literal["dflash", "dflare"], dtype: Dtype) -> DrafterSpec:
+    """The drafter that a `config.json` describes.
+
+    Args:
+        system, dtype: which the tensors alone tell.
+
+    Raises:
+        CheckpointError: a field that is missing or breaks its rule, or that is of another system.
+    """
     _check_dialect(config)
     arch = _in_either(config, "model_arch", ConfigObject.string)  # AngelSpec's word for what the tensors show
     if arch not in (None, system):
@@ -72,7 +86,7 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
         system=system,
         policies=_read_policies(config, fields["num_layers"]),
         qk_norm=True,
-        dtype=main_dtype(tensors),
+        dtype=dtype,
         block_size=block_size,
         mask_token_id=mask_token_id,
         taps=taps,
@@ -84,9 +98,7 @@ def read_drafter(folder: Path | str) -> DrafterCheckpoint:
     )
     if system == "dflare":
         _check_dflare(spec, config)
-    _check_fusion(spec, tensors)
-    check_tensors(tensors, expected_tensors(spec), rotary_buffers(spec.num_layers, ""))
-    return DrafterCheckpoint(spec, tensors, path)
+    return spec
 
 
 def expected_tensors(spec: DrafterSpec) -> Shapes:

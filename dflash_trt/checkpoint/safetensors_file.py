@@ -16,7 +16,8 @@ from typing import Any
 from dflash_trt.checkpoint.config import LFS_POINTER, lfs_error
 from dflash_trt.errors import CheckpointError
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+WEIGHTS = ("F32", "F16", "BF16")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -24,7 +25,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 class TensorEntry:
     """Where one tensor lies.
 
-    dtype: safetensors name, one of "F32", "F16", "BF16".
+    dtype: safetensors name: "F32", "F16" or "BF16", and "U8" in files of quantised weights.
     offset: of its first byte in the file, header included. nbytes: from there.
     """
 
@@ -36,17 +37,21 @@ class TensorEntry:
     nbytes: int
 
 
-def read_entries(file: Path) -> list[TensorEntry]:
+def read_entries(file: Path, dtypes: tuple[str, ...] = WEIGHTS) -> list[TensorEntry]:
     """The tensors of one file, in the order of their data; reads the header only.
+
+    Args:
+        dtypes: those that it may hold.
 
     Raises:
         CheckpointError: the file is missing, a Git-LFS pointer, truncated, malformed, or holds an unsupported dtype.
     """
     header, data_start, file_size = _read_header(file)
-    entries = [_entry(file, name, fields, data_start) for name, fields in header.items() if name != "__metadata__"]
+    tensors = {name: fields for name, fields in header.items() if name != "__metadata__"}
+    entries = [_entry(file, name, fields, data_start, dtypes) for name, fields in tensors.items()]
     entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     _check_tiling(file, entries, data_start, file_size)
-    _check_dtypes(file, entries)
+    _check_dtypes(file, entries, dtypes)
     return entries
 
 
@@ -82,13 +87,13 @@ def _counts(value: Any) -> list[int] | None:
     return value if all(type(item) is int and item >= 0 for item in value) else None
 
 
-def _entry(file: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+def _entry(file: Path, name: str, fields: Any, data_start: int, dtypes: tuple[str, ...]) -> TensorEntry:
     known = fields if isinstance(fields, dict) else {}
     dtype, shape, offsets = known.get("dtype"), _counts(known.get("shape")), _counts(known.get("data_offsets"))
     if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"malformed header entry for tensor {name}: {json.dumps(fields)}", where=str(file))
     nbytes = offsets[1] - offsets[0]
-    expected = math.prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else nbytes
+    expected = math.prod(shape) * ITEM_BYTES[dtype] if dtype in dtypes else nbytes
     if nbytes != expected:
         what = f"tensor {name} occupies {nbytes} bytes, but {dtype} {shape} needs {expected}"
         raise CheckpointError(what, where=str(file), mend="Download it again")
@@ -109,8 +114,8 @@ def _check_tiling(file: Path, entries: list[TensorEntry], data_start: int, file_
         raise CheckpointError(what, where=str(file), mend="Download it again")
 
 
-def _check_dtypes(file: Path, entries: list[TensorEntry]) -> None:
-    unsupported = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in ITEM_BYTES]
+def _check_dtypes(file: Path, entries: list[TensorEntry], dtypes: tuple[str, ...]) -> None:
+    unsupported = [f"{entry.name} ({entry.dtype})" for entry in entries if entry.dtype not in dtypes]
     if unsupported:
         shown = ", ".join(unsupported[:5]) + (f" and {len(unsupported) - 5} more" if len(unsupported) > 5 else "")
         what = f"unsupported dtype: {shown}; weights must be F32, F16 or BF16"

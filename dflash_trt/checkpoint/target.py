@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ from dflash_trt.checkpoint.decoder import (
     read_windows,
     rotary_buffers,
 )
-from dflash_trt.checkpoint.spec import AttentionPolicy, TargetSpec
+from dflash_trt.checkpoint.spec import AttentionPolicy, Dtype, TargetSpec
 from dflash_trt.checkpoint.tensors import TensorFolder
 from dflash_trt.errors import CheckpointError
 
@@ -44,27 +44,39 @@ def read_target(folder: Path | str) -> TargetCheckpoint:
         CheckpointError: an unsupported model, a config field that breaks its rule, or tensors that do not fit it.
     """
     path = Path(folder)
-    config = ConfigFile(path / "config.json")
+    described = target_spec(ConfigFile(path / "config.json"), "float32")
+    tensors = TensorFolder.open(path)
+    spec = replace(described, dtype=main_dtype(tensors))
+    _check_lm_head(spec, tensors)
+    ignored = rotary_buffers(spec.num_layers, "model.") | ({LM_HEAD} if spec.tie_word_embeddings else set())
+    check_tensors(tensors, expected_tensors(spec), ignored)
+    return TargetCheckpoint(spec, tensors, path)
+
+
+def target_spec(config: ConfigFile, dtype: Dtype) -> TargetSpec:
+    """The target that a `config.json` describes (with the `generation_config.json` beside it, if any).
+
+    Args:
+        dtype: of the weights, which they alone tell.
+
+    Raises:
+        CheckpointError: an unsupported model, or a field that breaks its rule.
+    """
     architecture = _read_architecture(config)
     family = FAMILIES[architecture]
     fields = read_decoder_fields(config)
-    tensors = TensorFolder.open(path)
-    spec = TargetSpec(
+    return TargetSpec(
         **fields,
         architecture=architecture,
         family=family,
         policies=_read_policies(config, family, fields["num_layers"]),
         qk_norm=family == "qwen3",
         mlp_bias=family == "llama" and bool(config.boolean("mlp_bias")),
-        dtype=main_dtype(tensors),
+        dtype=dtype,
         tie_word_embeddings=bool(config.boolean("tie_word_embeddings")),
-        eos_token_ids=_read_eos(path, config, fields["vocab_size"]),
+        eos_token_ids=_read_eos(config.path.parent, config, fields["vocab_size"]),
         bos_token_id=_read_token_id(config, "bos_token_id", fields["vocab_size"]),
     )
-    _check_lm_head(spec, tensors)
-    ignored = rotary_buffers(spec.num_layers, "model.") | ({LM_HEAD} if spec.tie_word_embeddings else set())
-    check_tensors(tensors, expected_tensors(spec), ignored)
-    return TargetCheckpoint(spec, tensors, path)
 
 
 def expected_tensors(spec: TargetSpec) -> Shapes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ def numpy_dtype(name: str) -> np.dtype:
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype({"F32": np.float32, "F16": np.float16}[name])
+    return np.dtype({"F32": np.float32, "F16": np.float16, "U8": np.uint8}[name])
 
 
 class TensorFolder(Mapping[str, TensorEntry]):
@@ -109,7 +110,7 @@ class TensorFolder(Mapping[str, TensorEntry]):
         return len(self._entries)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file: float32, float16 or ml_dtypes.bfloat16.
+        """The tensor as a read-only view of the mapped file: float32, float16, ml_dtypes.bfloat16 or uint8.
 
         Raises:
             KeyError: no such tensor.
@@ -131,6 +132,23 @@ class TensorFolder(Mapping[str, TensorEntry]):
                 self._maps[entry.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         dtype = np.dtype(f"u{ITEM_BYTES[entry.dtype]}")
         return np.ndarray(entry.shape, dtype, buffer=self._maps[entry.file], offset=entry.offset)
+
+    def blocks(self, name: str, items: int) -> Iterator[np.ndarray]:
+        """The tensor's values in their order, flat, so many at a time.
+
+        Read, not mapped: of a tensor of any size no more is ever in memory. Raises KeyError as `read`; CheckpointError
+        where the file has become shorter.
+        """
+        entry = self._entries[name]
+        bits, left = np.dtype(f"u{ITEM_BYTES[entry.dtype]}"), math.prod(entry.shape)
+        with entry.file.open("rb") as stream:
+            stream.seek(entry.offset)
+            while left:
+                block = np.fromfile(stream, bits, min(items, left))
+                if not block.size:
+                    raise CheckpointError("was cut while it was being read", where=str(entry.file))
+                left -= block.size
+                yield block.view(numpy_dtype(entry.dtype))
 
 
 def _no_weights(folder: Path) -> CheckpointError:

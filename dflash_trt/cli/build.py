@@ -26,6 +26,11 @@ _DIR = click.Path(path_type=Path)
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="[default: float32; with TensorRT and TensorRT-RTX bfloat16]",
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["float", "int8", "int4"]),
+    help="ONNX Runtime: of linear layers; few bits are faster and less exact.  [default: float]",
+)
 @click.option("--max-batch-size", type=int, help="Sequences decoded at once.  [default: 1]")
 @click.option("--max-seq-len", type=int, help="Prompt and output, in tokens.  [default: 2048, or what was trained]")
 @click.option("--max-input-len", type=int, help="Prompt, in tokens.  [default: max-seq-len - 1]")

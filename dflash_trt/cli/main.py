@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "Generate text with a bundle.",
     "inspect": "Show what a checkpoint, a graph or a bundle is; draw a trace.",
     "verify": "Check a bundle's numbers, losslessness and acceptance.",
+    "bench": "Measure bundles on prompts: speed, acceptance, where time goes.",
     "plugins": "Build the TensorRT plugin library, or show where it is.",
     "triton": "Write a model repository for Triton Inference Server.",
     "trtllm": "Serve a drafter with TensorRT-LLM.",

@@ -15,13 +15,17 @@ from dflash_trt.runtime.drafter import Block, block_inputs
 from dflash_trt.runtime.engine import Engine
 
 _REPEATS = 7
-_CONTEXT = 256  # cached tokens before the pass, within max_seq_len
+_CONTEXT = 256
 
 
-def measure_costs(engine: Engine) -> PassCosts:
-    """Times passes of each graph, one sequence at a time, from one token to as many as the bundle's steps have."""
+def measure_costs(engine: Engine, context: int = _CONTEXT) -> PassCosts:
+    """Times passes of each graph, one sequence at a time, from one token to as many as the bundle's steps have.
+
+    Args:
+        context: cached tokens before the pass, within max_seq_len.
+    """
     limits = engine.limits
-    context = min(_CONTEXT, limits.max_seq_len - 1)
+    context = min(context, limits.max_seq_len - 1)
     capacity = engine.target.capacity_for(context + limits.step_slots, limits.capacity)
     target_cache = engine.target.new_cache(1, capacity)
 

@@ -18,7 +18,7 @@ from dflash_trt.runtime.trace import Trace
 
 DPI = 150
 _MOST_PIXELS = 2**15  # of a side; the renderer cannot draw 2**16
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -57,7 +57,7 @@ def write_figures(trace: Trace, stem: Path, step: int) -> list[Path]:
     for name, draw in pictures.items():
         file = stem.with_name(f"{stem.name}.{name}.png")
         # A user's matplotlibrc must change nothing here: its fonts may lack what the labels need.
-        with matplotlib.style.context(["default", _STYLE]):
+        with matplotlib.style.context(["default", STYLE]):
             _save(draw(), file)
         files.append(file)
     return files

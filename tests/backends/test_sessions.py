@@ -305,7 +305,15 @@ def test_stack_joins_pieces_cuts_and_pads(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("needed", "limit", "expected"),
-    [(1, 4096, 256), (256, 4096, 256), (257, 4096, 512), (1500, 4096, 2048), (1500, 1600, 1600), (10, 40, 40)],
+    [
+        (1, 4096, 128),
+        (128, 4096, 128),
+        (129, 4096, 256),
+        (700, 4096, 768),
+        (1500, 4096, 1536),
+        (1500, 1510, 1510),
+        (10, 40, 40),
+    ],
 )
 def test_buckets(needed: int, limit: int, expected: int) -> None:
     assert bucket(needed, limit) == expected

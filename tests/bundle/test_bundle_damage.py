@@ -175,7 +175,7 @@ def test_a_torch_bundle_does_not_care_about_onnxruntime(torch_bundle, tmp_path):
     assert dflash_trt.load(folder).generate("a", max_tokens=2).token_ids
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 4, "3", None])
+@pytest.mark.parametrize("number", [0, 1, 3, 5, "4", None])
 def test_another_format_is_refused_with_both_versions(damaged, number):
     def change(section: dict) -> None:
         section["format"] = number

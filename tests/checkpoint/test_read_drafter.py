@@ -1,6 +1,7 @@
 """Reading DFlash drafters: published geometries, and one test for each rule (faults 1, 3-5, 8-12)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from geometry import qwen3_drafter
 from makers import REMOVED, edit_json, edit_tensors, make_drafter
 
-from dflash_trt.checkpoint.drafter import expected_tensors, parameter_count, read_drafter
+from dflash_trt.checkpoint.config import ConfigFile
+from dflash_trt.checkpoint.drafter import drafter_spec, expected_tensors, parameter_count, read_drafter
 from dflash_trt.checkpoint.spec import AttentionPolicy
 from dflash_trt.errors import CheckpointError
 
@@ -250,3 +252,13 @@ def test_num_target_layers_of_angelspec_is_the_number_of_taps(drafter_dir: Path)
     assert read_drafter(drafter_dir).spec.num_target_layers == 3
     edit_json(drafter_dir / "config.json", num_target_layers=REMOVED)
     assert read_drafter(drafter_dir).spec.num_target_layers is None
+
+
+def test_a_config_alone_tells_all_but_system_and_dtype(drafter_dir: Path) -> None:
+    spec = read_drafter(drafter_dir).spec
+    config = ConfigFile(drafter_dir / "config.json")
+    assert drafter_spec(config, "dflash", "float16") == replace(spec, dtype="float16")
+    assert drafter_spec(config, "dflare", "float32") == replace(spec, system="dflare")
+    edit_json(drafter_dir / "config.json", model_arch="dflare")
+    with pytest.raises(CheckpointError, match='model_arch is "dflare"'):
+        drafter_spec(ConfigFile(drafter_dir / "config.json"), "dflash", "float32")

@@ -1,6 +1,7 @@
 """Reading targets saved by transformers, and one test for each rule."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 from makers import REMOVED, edit_json, edit_tensors, make_target
 from safetensors.numpy import load_file
 
+from dflash_trt.checkpoint.config import ConfigFile
 from dflash_trt.checkpoint.spec import AttentionPolicy
-from dflash_trt.checkpoint.target import expected_tensors, parameter_count, read_target
+from dflash_trt.checkpoint.target import expected_tensors, parameter_count, read_target, target_spec
 from dflash_trt.documents import parse, to_json
 from dflash_trt.errors import CheckpointError
 
@@ -61,6 +63,14 @@ def test_reads_a_transformers_4_config(target_dir: Path) -> None:
     )
     edit_json(target_dir / "config.json", dtype=REMOVED, torch_dtype="float32", transformers_version="4.51.0")
     assert read_target(target_dir).spec == new
+
+
+def test_a_config_alone_tells_all_but_the_dtype(untied_dir: Path) -> None:
+    spec = read_target(untied_dir).spec
+    for file in untied_dir.glob("*.safetensors"):
+        file.unlink()
+    for dtype in ("float32", "bfloat16"):
+        assert target_spec(ConfigFile(untied_dir / "config.json"), dtype) == replace(spec, dtype=dtype)
 
 
 def test_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """TensorFolder: what it reads, and one test for each way a folder of weights can be broken (fault 14)."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -70,6 +72,62 @@ def test_reads_every_dtype_without_copying(tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(tensors.bits("w"), value.view(f"u{value.itemsize}"))
     assert tensors.read_float32("w").dtype == np.float32
     np.testing.assert_array_equal(tensors.read_float32("w"), value.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("items", [1, 5, 12, 100])
+def test_reads_block_by_block(tmp_path: Path, dtype: str, items: int) -> None:
+    value = np.linspace(-3, 3, 12).reshape(3, 4).astype(DTYPES[dtype])
+    others = {"odd": np.ones(1, np.float16), "none": np.ones((0, 3), np.float32)}
+    write(tmp_path / "model.safetensors", {**others, "w": value, "last": np.ones(3, np.float32)})
+    tensors = TensorFolder.open(tmp_path)
+    blocks = list(tensors.blocks("w", items))
+    assert [len(block) for block in blocks] == [min(items, 12 - start) for start in range(0, 12, items)]
+    assert {block.dtype for block in blocks} == {value.dtype}
+    np.testing.assert_array_equal(np.concatenate(blocks), value.reshape(-1))
+    assert list(tensors.blocks("none", items)) == []
+    assert [block.tolist() for block in tensors.blocks("odd", items)] == [[1.0]]
+
+
+def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"w": np.ones(1000, np.float32)})
+    blocks = TensorFolder.open(tmp_path).blocks("w", 10)
+    next(blocks)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(200)
+    with pytest.raises(CheckpointError, match="was cut"):
+        list(blocks)
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from dflash_trt.checkpoint.tensors import TensorFolder
+
+def peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+tensors = TensorFolder.open(sys.argv[1])
+before, total = peak(), 0
+for block in tensors.blocks("w", 1 << 20):
+    total += block.size
+print(total, peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from Linux's /proc")
+def test_blocks_of_a_large_tensor_take_little_memory(tmp_path: Path) -> None:
+    """Mapped, a tensor that was read whole would count as the process's own memory."""
+    items = 1 << 28
+    raw = json.dumps({"w": entry(0, 2 * items, [items], "BF16")}).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + 2 * items)
+    done = subprocess.run([sys.executable, "-c", MEMORY, tmp_path], capture_output=True, text=True, check=True)
+    total, grown = map(int, done.stdout.split())
+    assert total == items
+    assert grown < 50_000_000
 
 
 def test_scalar_and_empty_tensors_read_back(tmp_path: Path) -> None:

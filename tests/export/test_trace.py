@@ -255,6 +255,19 @@ def test_caches_of_other_heads_are_an_error() -> None:
         trace(module, changed(small_pair().target.spec, head_dim=8))
 
 
+def test_progress_counts_layers() -> None:
+    """All of them equally often, whatever torch does in which order; and counting changes no graph."""
+    spec, told = small_pair().target_checkpoint.spec, []
+    graph = target_graph(spec, len(TAPS), "float32")
+    counted, plain = (
+        trace(meta_target(spec, TAPS, POSITIONS, "float32"), graph, *advance) for advance in ([told.append], [])
+    )
+    assert set(told) == {1}
+    assert len(told) > 0
+    assert len(told) % LAYERS == 0
+    assert ir.to_proto(counted).graph.node == ir.to_proto(plain).graph.node
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_saved_graphs_are_small(role: str) -> None:
     """The weights are beside the graph, not in it."""

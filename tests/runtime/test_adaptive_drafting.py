@@ -98,7 +98,9 @@ def test_drafts_that_pay_again_are_taken_up_again() -> None:
 # -- the policy
 
 
-def decode(policy: AdaptiveDrafting, confidence: Sequence[float], right: int, table: PassCosts, steps: int) -> list[int]:
+def decode(
+    policy: AdaptiveDrafting, confidence: Sequence[float], right: int, table: PassCosts, steps: int
+) -> list[int]:
     """Verified drafts of steps whose drafter is always as sure and whose first `right` drafts are right."""
     verified = []
     tokens, seconds = zip(*table.verify, strict=True)

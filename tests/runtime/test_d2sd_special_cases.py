@@ -13,6 +13,7 @@ from test_lossless_random_pairs import SAMPLING
 
 from dflash_trt.backends.torch import TorchSession
 from dflash_trt.errors import UsageError
+from dflash_trt.runtime.adaptive_drafting import AdaptiveDrafting
 from dflash_trt.runtime.decode import DecodeBatch
 from dflash_trt.runtime.drafter import Drafter
 from dflash_trt.runtime.engine import Engine
@@ -147,6 +148,7 @@ def test_features_that_waited_change_nothing(tmp_path: Path, monkeypatch: pytest
     """Re-drafts after steps without any are those of a VP drafter that was run in every step."""
     engine = small_triple(tmp_path, 5, 7, branches=3, costs=BALANCED)
     watched = watch(engine)
+    monkeypatch.setattr(AdaptiveDrafting, "observe", lambda self, meter: None)  # the same decisions in both runs
     prompt = prompts_of(engine, 5)[0]
     hint(engine, [prompt], (0.6, 0.6), SURE, max_tokens=100)
     waited = engine.generate(prompt, branches="auto", trace=True, max_tokens=100)
@@ -190,7 +192,7 @@ def test_what_rejected_rows_leave_in_the_caches_never_matters(tmp_path: Path, br
         sequences = [engine.sequence(prompt, SamplingParams(max_tokens=40)) for prompt in prompts]
         batch = kind(
             engine.target, engine.drafter, sequences, engine.limits, engine.mask_token_id, engine.vp_drafter,
-            engine._policy(branches),
+            engine._policy(engine._drafting(True, branches)),
         )  # fmt: skip
         batch.run()
         outcomes.append([outcome(sequence) for sequence in sequences])

@@ -92,7 +92,7 @@ def sample(engine: Engine, batches: int, temperature: float = 1.0, kind: type[De
         ]
         kind(
             engine.target, engine.drafter, sequences, engine.limits, engine.mask_token_id, engine.vp_drafter,
-            engine._policy(engine.limits.branches),
+            engine._policy(engine._drafting(True, None)),
         ).run()  # fmt: skip
         for sequence in sequences:
             outputs.append(sequence.generated)
