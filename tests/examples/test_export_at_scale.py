@@ -30,6 +30,7 @@ def row(scale: ModuleType, **changes: object):
     return replace(plain, **changes)
 
 
+@pytest.mark.slow
 def test_a_build_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Of the tiny pair's shape; a bundle has more than nothing beside its weights, so the exit code is 1."""
     options = ["--target", TINY / "target/config.json", "--drafter", TINY / "dflash/config.json", "--max-seq-len", 256]

@@ -12,6 +12,8 @@ import pytest
 import dflash_trt
 from dflash_trt.checkpoint.tensors import TensorFolder
 
+pytestmark = pytest.mark.slow  # four builds
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = 5
 # Qwen3-8B but for the numbers of heads and layers, and the sizes beside the heads
@@ -30,9 +32,7 @@ def system(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", params=list(BACKENDS))
-def built(
-    request: pytest.FixtureRequest, system: str, tmp_path_factory: pytest.TempPathFactory
-) -> Built:
+def built(request: pytest.FixtureRequest, system: str, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A target, a drafter, and their bundle."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
