@@ -115,13 +115,13 @@ def run(shapes: list[Path | str], backends: Iterable[str], length: int, work: Pa
 def show(rows: Iterable[Row], limits: Limits) -> None:
     """Prints the table."""
     table = Table(title=f"on {os.cpu_count()} processors", title_justify="left", caption_justify="left")
-    for name in ("backend", "drafter", "seconds", "of CPU", "peak\nmemory", "weights\nin place", "beside\nthem"):
-        table.add_column(name, justify="left" if name in ("backend", "drafter") else "right")
+    for name in ("backend\ndrafter", "seconds", "of CPU", "peak\nmemory", "weights\nin place", "beside\nthem"):
+        table.add_column(name, justify="left" if "drafter" in name else "right")
     for row in rows:
         times = (f"{row.seconds:.0f}", f"{row.cpu_seconds:.0f}")
         memory, linked = f"{row.memory_bytes / 1e9:.2f} GB", f"{row.linked_bytes / 1e9:.1f} GB"
         overhead = f"{row.overhead_bytes / 1e6:.1f} MB"
-        table.add_row(f"{row.backend}\n{row.precision}", row.drafter, *times, memory, linked, overhead)
+        table.add_row(f"{row.backend} {row.precision}\n{row.drafter}", *times, memory, linked, overhead)
     most = f"{limits.memory_bytes / 1e9:g} GB of memory, {limits.overhead_bytes / 1e6:g} MB beside the weights"
     table.caption = f"at most {limits.seconds:g} seconds, {most}"
     Console().print(table)

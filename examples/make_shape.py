@@ -63,7 +63,8 @@ def make_shape(
     values, published = (read_json_object(config), 1) if isinstance(config, Path) else SHAPES[config]
     with atomic_output(output, force=False, kind="a shape", is_one=lambda folder: False) as folder:
         written = folder / "config.json"
-        written.write_text(json.dumps(values | {"torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+        values = values | {"dtype" if "dtype" in values else "torch_dtype": dtype}  # as transformers 5 or 4 has it
+        written.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         spec = _spec(ConfigFile(config if isinstance(config, Path) else written), dtype, system)
         shapes = targets.expected_tensors(spec) if isinstance(spec, TargetSpec) else drafters.expected_tensors(spec)
         _write_weights(folder, shapes, dtype, published if shards is None else shards)

@@ -131,6 +131,8 @@ def test_what_is_written_says_that_it_is_no_model(make: Make) -> None:
 def test_the_shape_of_any_config(make: Make, tmp_path: Path, family: str, tie: bool) -> None:
     model = make_target(tmp_path / "real", family, tie, attention_bias=True, eos_token_id=[7, 9], bos_token_id=300)
     folder = make(tmp_path / "real" / "config.json", dtype="float32")
+    changed = json.loads((tmp_path / "real" / "config.json").read_text()) | {"dtype": "float32"}
+    assert json.loads((folder / "config.json").read_text()) == changed
     real, shape = read_target(tmp_path / "real"), read_target(folder)
     assert shape.spec == real.spec
     assert {name: entry.shape for name, entry in shape.tensors.items()} == targets.expected_tensors(real.spec)
