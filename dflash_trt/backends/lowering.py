@@ -22,7 +22,6 @@ from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.quantize_weights import QuantizeWeights
 from dflash_trt.passes.share_capacity import ShareCapacity
 from dflash_trt.passes.simplify import Simplify
-from dflash_trt.passes.transposed_weights import TransposedWeights
 
 
 def settle_precision(backend: BackendName, asked: Dtype | None) -> Dtype:
@@ -68,7 +67,6 @@ def lower_onnxruntime(model: ir.Model, bits: int | None = None, *, trees: bool =
         if trees:
             ExactAttention()(model)
         QuantizeWeights(bits)(model)
-    TransposedWeights()(model)
     CheckInPlace()(model)
     return model
 
