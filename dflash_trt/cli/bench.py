@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from dflash_trt.cli.branch_count import BranchCount
+from dflash_trt.cli.output_file import output_fault
 from dflash_trt.errors import CheckFailed, UsageError
 
 
@@ -79,17 +79,10 @@ def command(bundles: tuple[Path, ...], plot: Path | None, as_json: bool, **setti
 
 def _check_plot(file: Path, bundles: tuple[Path, ...]) -> None:
     """Refuses, before anything is measured, a picture that could not be drawn or would damage a bundle."""
-    folder = file.absolute().parent
     if file.suffix != ".png":
         what, mend = "must end in .png", "Name it so"
-    elif file.exists() and not file.is_file():
-        what, mend = "is there and is no file", "Name another file"
-    elif not folder.is_dir():
-        what, mend = "its folder does not exist", "Create it, or name another file"
-    elif not os.access(folder, os.W_OK):
-        what, mend = "its folder cannot be written to", "Name another file"
-    elif any(folder.resolve().is_relative_to(bundle.resolve()) for bundle in bundles):
-        what, mend = "lies in a bundle, which must stay as it was built", "Name another file"
+    elif (fault := output_fault(file, bundles)) is not None:
+        what, mend = fault
     elif importlib.util.find_spec("matplotlib") is None:
         what, mend = "needs the package matplotlib", "Install it: pip install matplotlib"
     else:

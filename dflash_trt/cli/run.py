@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dflash_trt.cli.branch_count import BranchCount
+from dflash_trt.cli.output_file import output_fault
 from dflash_trt.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -98,17 +99,10 @@ def command(
 
 def _check_trace(file: Path, bundle: Path) -> None:
     """Refuses, before anything is generated, a trace that could not be written or would damage the bundle."""
-    folder = file.absolute().parent
     if file.suffix != ".json":
         what, mend = "must end in .json, by which `inspect` knows it", "Name it so"
-    elif file.exists() and not file.is_file():
-        what, mend = "is there and is no file", "Name another file"
-    elif not folder.is_dir():
-        what, mend = "its folder does not exist", "Create it, or name another file"
-    elif not os.access(folder, os.W_OK):
-        what, mend = "its folder cannot be written to", "Name another file"
-    elif folder.resolve().is_relative_to(bundle.resolve()):
-        what, mend = "lies in the bundle, which must stay as it was built", "Name another file"
+    elif (fault := output_fault(file, [bundle])) is not None:
+        what, mend = fault
     else:
         return
     raise UsageError(what, where=f"--trace {file}", mend=mend)
