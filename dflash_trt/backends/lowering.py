@@ -17,6 +17,7 @@ from dflash_trt.passes.check_in_place import CheckInPlace
 from dflash_trt.passes.exact_attention import ExactAttention
 from dflash_trt.passes.expand_operators import ExpandOperators
 from dflash_trt.passes.fix_capacity import FixCapacity
+from dflash_trt.passes.flat_rows import FlatRows
 from dflash_trt.passes.group_queries import GroupQueries
 from dflash_trt.passes.inline import InlineFunctions
 from dflash_trt.passes.quantize_weights import QuantizeWeights
@@ -67,6 +68,8 @@ def lower_onnxruntime(model: ir.Model, bits: int | None = None, *, trees: bool =
         if trees:
             ExactAttention()(model)
         QuantizeWeights(bits)(model)
+    else:
+        FlatRows()(model)
     CheckInPlace()(model)
     return model
 

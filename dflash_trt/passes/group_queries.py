@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
+
+from dflash_trt.passes.integers import integers
 
 _QUERY, _KEY, _MASK = 0, 1, 3  # inputs of Attention
 _SEVERAL = "_several"  # behind the name of queries that were regrouped
@@ -75,29 +76,18 @@ def _more_rows(graph: ir.Graph, before: ir.Node, mask: ir.Value, group: int) -> 
 def _reshaped(
     graph: ir.Graph, value: ir.Value, shape: Sequence[int], name: str, place: ir.Node, *, behind: bool = False
 ) -> ir.Value:
-    node = ir.node("Reshape", [value, _constant(graph, shape)])
+    node = ir.node("Reshape", [value, integers(graph, shape)])
     return _add(graph, node, value, name, place, behind=behind)
 
 
 def _with_last_twice(graph: ir.Graph, before: ir.Node, value: ir.Value, name: str) -> ir.Value:
-    pads = _constant(graph, (0, 0, 0, 0, 0, 0, 1, 0))
+    pads = integers(graph, (0, 0, 0, 0, 0, 0, 1, 0))
     return _add(graph, ir.node("Pad", [value, pads], {"mode": "edge"}), value, name, before)
 
 
 def _without_last(graph: ir.Graph, behind: ir.Node, value: ir.Value) -> ir.Value:
-    start, end, axis = (_constant(graph, (number,)) for number in (0, -1, 2))
+    start, end, axis = (integers(graph, (number,)) for number in (0, -1, 2))
     return _add(graph, ir.node("Slice", [value, start, end, axis]), value, f"{value.name}_cut", behind, behind=True)
-
-
-def _constant(graph: ir.Graph, numbers: Sequence[int]) -> ir.Value:
-    """An initialiser int64 [n], one for all that ask for the same."""
-    name = "_".join(("numbers", *map(str, numbers)))
-    if name not in graph.initializers:
-        tensor = ir.tensor(np.array(numbers, np.int64), name=name)
-        kind, shape = ir.TensorType(tensor.dtype), ir.Shape((len(numbers),))
-        value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
-        graph.register_initializer(value)
-    return graph.initializers[name]
 
 
 def _add(

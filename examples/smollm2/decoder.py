@@ -39,11 +39,11 @@ class BatchDecoder:
         visible = torch.arange(width + new_tokens, device=device) >= pads[:, None]
         positions = (torch.arange(width, device=device) - pads[:, None]).clamp(min=0)
         filled = DynamicCache(config=self.config)
-        output = self.model(padded, attention_mask=visible[:, :width].long(), position_ids=positions,
-                            past_key_values=filled, logits_to_keep=1)  # fmt: skip
+        states = self.model.model(padded, attention_mask=visible[:, :width].long(), position_ids=positions,
+                                  past_key_values=filled).last_hidden_state  # fmt: skip
         caches = [self._room(layer.keys, new_tokens) + self._room(layer.values, new_tokens) for layer in filled.layers]
         del filled
-        tokens = [output.logits[:, -1].argmax(-1)]
+        tokens = [self.model.lm_head(states[:, -1]).argmax(-1)]  # a matrix: of more, torch copies the head for each
         ended = tokens[0] == end
         while len(tokens) < new_tokens and ended.float().mean() < enough:
             place = width + len(tokens) - 1

@@ -89,6 +89,10 @@ def ask(server: TritonServer, case: Case, kind: str) -> str:
         assert not [answer for answer in answers if "error" in answer]
         assert "".join(answer["text_output"] for answer in answers) == case.text
         return "right"
+    except TimeoutError as error:
+        metrics = [line for line in server.metric_text().splitlines() if line.startswith(("dflash_trt_", "nv_inf"))]
+        error.add_note("\n".join([f"{kind}: {case.request}", *metrics, server.log()[-4000:]]))
+        raise
     finally:
         connection.close()
 
