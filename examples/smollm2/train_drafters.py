@@ -34,7 +34,7 @@ SHARES = {"code": 0.25, "explain": 0.12, "lists": 0.12, "math": 0.17, "rewrite":
 GENERATION_BATCH, NEW_TOKENS = 64, 160
 BATCH, ANCHORS, GAMMA = 16, 16, 4.0
 FREQUENT, RARE = 4096, 1024  # tokens of the sampled softmax, besides the labels: the most frequent, and others
-WHOLE = 0.06  # of the steps, the last, have the whole softmax: confidences must mean something
+WHOLE, WHOLE_ANCHORS = 0.06, 4  # of the steps, the last, have the whole softmax: confidences must mean something
 PREFIX_BASE = 0.9  # a VP drafter is shown l tokens with Pr(l) ~ PREFIX_BASE**l, as the D2SD paper trains it
 LR = {"dflash": 1.5e-3, "vp_drafter": 8e-4, "dflare": 1.5e-3}
 
@@ -157,11 +157,12 @@ def train(run: Run, name: str, drafter: BlockDrafter, target: LlamaForCausalLM, 
     def loss_at(step: int) -> tuple[Tensor, Tensor]:
         rows = [row for _, row in epoch_batches(step, BATCH, len(texts.tokens), SEED)]
         tokens, features, lengths = texts.batch(rows, run.device)
-        anchors = texts.anchors(rows, ANCHORS)
+        whole = step >= (1 - WHOLE) * steps
+        anchors = texts.anchors(rows, WHOLE_ANCHORS if whole else ANCHORS)
         shown = torch.multinomial(shares, anchors.numel(), replacement=True).view_as(anchors)
         shown = shown if visible else torch.zeros_like(anchors)
         rare, some = torch.randint(len(head), (RARE,)), None
-        if step < (1 - WHOLE) * steps:
+        if not whole:
             some = torch.cat([common, rare, tokens.flatten().cpu()]).unique().to(run.device)
         with torch.autocast(torch.device(run.device).type, torch.bfloat16):
             return block_loss(drafter, head, tokens, features, anchors.to(run.device), shown.to(run.device), GAMMA,
@@ -178,7 +179,7 @@ def train(run: Run, name: str, drafter: BlockDrafter, target: LlamaForCausalLM, 
             warmup=min(200, steps // 10),
             cosine=steps + steps // 10,
             cooldown=steps // 10,
-            weight_decay=0.01,
+            weight_decay=0.05,
             checkpoint=run.work / f"{name}.ckpt",
             every=100,
             report=report,
