@@ -21,7 +21,9 @@ _STATUS = {"passed": "green", "failed": "red", "not run": "yellow"}
 
 def print_build(result: BuildResult) -> None:
     """The graphs of a built bundle, and what its verification said."""
-    table = Table(title=f"{result.output} ({result.info.backend}, {result.info.precision})", title_justify="left")
+    info = result.info
+    kinds = [info.backend, info.precision, *([] if info.weights == "float" else [f"{info.weights} weights"])]
+    table = Table(title=f"{result.output} ({', '.join(kinds)})", title_justify="left")
     for name in ("graph", "parameters", "size", "seconds"):
         table.add_column(name, justify="left" if name == "graph" else "right")
     for graph in result.graphs:

@@ -27,6 +27,7 @@ class VerifyReport:
     bundle: str
     backend: str
     precision: str
+    weights: str
     checks: tuple[Check, ...]
 
     @property

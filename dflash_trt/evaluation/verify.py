@@ -51,13 +51,13 @@ def verify(folder: Path, info: BundleInfo, engine: Engine, progress: Progress | 
             checks += list(_check_outputs(engine, info.precision, advance))
         except BackendError as error:  # NaN, for instance: what the numbers say of it must not be lost
             checks.append(Check("losslessness", "failed", {}, "decodes", f"{error.where}: {error.what}"))
-    return VerifyReport(str(folder.name), info.backend, info.precision, tuple(checks))
+    return VerifyReport(str(folder.name), info.backend, info.precision, info.weights, tuple(checks))
 
 
 def report_not_run(folder: Path, info: BundleInfo, reason: str) -> VerifyReport:
     """What can be said of engines that are not run: their graphs and networks; the rest is not run, and why."""
     checks = (*preflight_checks(info), *network_checks(info), *not_run_checks(info, reason))
-    return VerifyReport(folder.name, info.backend, info.precision, checks)
+    return VerifyReport(folder.name, info.backend, info.precision, info.weights, checks)
 
 
 def _check_numbers(folder: Path, info: BundleInfo, engine: Engine) -> Iterator[Check]:

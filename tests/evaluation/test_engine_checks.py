@@ -197,7 +197,7 @@ def test_bundles_of_other_backends_have_no_report_unless_verified(torch_bundle: 
 def test_a_printed_report_ends_with_its_counts(capsys: pytest.CaptureFixture[str]) -> None:
     statuses = ("passed", "not run", "passed", "failed", "not run", "not run")
     checks = tuple(Check(f"check {i}", status, {}, "none") for i, status in enumerate(statuses))
-    report = VerifyReport("bundle", "tensorrt", "float16", checks)
+    report = VerifyReport("bundle", "tensorrt", "float16", "float", checks)
     print_report(report)
     assert capsys.readouterr().out.splitlines()[-1] == "2 passed, 1 failed, 3 not run"
     assert not report.passed

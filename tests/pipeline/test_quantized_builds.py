@@ -56,7 +56,9 @@ def test_it_says_what_it_is(built: tuple[Path, BundleInfo], run_cli: Callable) -
 
 def test_its_report_tells_quality_and_bytes(built: tuple[Path, BundleInfo]) -> None:
     folder, info = built
-    checks = {check["name"]: check["measured"] for check in json.loads((folder / "report.json").read_text())["checks"]}
+    report = json.loads((folder / "report.json").read_text())
+    assert report["weights"] == info.weights
+    checks = {check["name"]: check["measured"] for check in report["checks"]}
     quality = checks["quality: target"]
     assert quality.keys() == {"positions", "greedy_agreement", "mean_kl_divergence", "perplexity_ratio"}
     assert quality["positions"] > 300
