@@ -69,6 +69,7 @@ def lower_onnxruntime(model: ir.Model, bits: int | None = None, *, trees: bool =
             ExactAttention()(model)
         QuantizeWeights(bits)(model)
     else:
+        AdditiveMasks()(model)
         FlatRows()(model)
     CheckInPlace()(model)
     return model

@@ -2,6 +2,7 @@
 
 The compiler of TensorRT-RTX 1.7 cannot compile two `Attention` nodes that share a boolean mask ("Graph contains more
 than one op named ..."). One mask for all layers of a kind keeps the graphs small, so it becomes an additive one, once.
+ONNX Runtime makes numbers of it in every layer anew otherwise: 3 % of a pass of 30 small layers.
 """
 
 from __future__ import annotations

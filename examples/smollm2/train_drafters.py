@@ -259,7 +259,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 )
 @click.option("--device", default="cpu", show_default=True, help="As torch names it: cpu, cuda.")
 @click.option("--prompts", default=16000, show_default=True, help="Texts to train on.")
-@click.option("--steps", default=3000, show_default=True, help="Of DFlash and DFlare; half as many of the VP drafter.")
+@click.option("--steps", default=2600, show_default=True, help="Of DFlash and DFlare; half as many of the VP drafter.")
 @click.option("--threads", default=2, show_default=True)
 @click.argument("stages", nargs=-1, type=click.Choice(list(STAGES)))
 def main(stages: tuple[str, ...], threads: int, **settings: object) -> None:
