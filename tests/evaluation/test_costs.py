@@ -37,13 +37,39 @@ def test_every_size_a_step_can_have_is_covered(engine):
 
 def test_sizes_take_turns_and_the_least_counts(monkeypatch):
     """A clock under control: passes of 1 and 3 tokens take 4 s, of 2 take 1 s, and a busy moment 100 s more."""
-    now, runs = [0.0], Counter()
+    now, runs, asked = [0.0], Counter(), []
 
     def run(size: int) -> None:
         runs[size] += 1
         busy = 100.0 if runs.total() in (2, 3, 9) else 0.0
         now[0] += {1: 4.0, 2: 1.0, 3: 4.0}[size] + busy
 
+    def before(size: int) -> None:
+        asked.append(size)
+        now[0] += 50.0  # is no part of it
+
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    assert costs._timed(run, 3) == ((1, 4.0), (2, 4.0), (3, 4.0))
+    assert costs._timed(run, 3, before) == ((1, 4.0), (2, 4.0), (3, 4.0))
     assert runs[1] == runs[2] == runs[3] - 1
+    assert asked == [1, 2, 3] * runs[1]
+
+
+def test_a_pass_is_timed_behind_what_it_follows_in_a_step(engine, monkeypatch):
+    passes: list[tuple[str, int]] = []
+    for role in ("target", "drafter", "vp_drafter"):
+        session = getattr(engine, role)
+
+        def recorded(inputs, outputs, cache, role=role, run=session.run):
+            size = (inputs["input_ids"] if role == "target" else inputs["block_ids"]).shape[1]
+            passes.append((role, size))
+            return run(inputs, outputs, cache)
+
+        monkeypatch.setattr(session, "run", recorded)
+    measure_costs(engine)
+    behind = {}
+    for (before, _), (role, size) in zip(passes, passes[1:], strict=False):
+        behind.setdefault((role, size), Counter())[before] += 1
+    assert behind["target", 8] == {"vp_drafter": costs._REPEATS}
+    assert behind["vp_drafter", 8] == {"drafter": costs._REPEATS}
+    assert behind["drafter", 3] == {"target": costs._REPEATS}
+    assert behind["target", 1]["target"] >= costs._REPEATS  # token by token
