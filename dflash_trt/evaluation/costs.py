@@ -21,8 +21,8 @@ _CONTEXT = 256
 def measure_costs(engine: Engine, context: int = _CONTEXT) -> PassCosts:
     """Times passes of each graph, one sequence at a time, from one token to as many as the bundle's steps have.
 
-    Each is timed behind the pass that it follows in a step, whose weights have taken the processor's caches (a pass is 5 to
-    15 % faster behind one of its own graph); a target pass of one token, behind another: that is token by token.
+    Each is timed behind the pass that it follows in a step, whose weights have taken the processor's caches (a pass is
+    5 to 15 % faster behind one of its own graph); a target pass of one token, behind another: that is token by token.
 
     Args:
         context: cached tokens before the pass, within max_seq_len.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_pass_is_timed_behind_what_it_follows_in_a_step(engine, monkeypatch):
         monkeypatch.setattr(session, "run", recorded)
     measure_costs(engine)
     behind = {}
-    for (before, _), (role, size) in zip(passes, passes[1:], strict=False):
+    for (before, _), (role, size) in pairwise(passes):
         behind.setdefault((role, size), Counter())[before] += 1
     assert behind["target", 8] == {"vp_drafter": costs._REPEATS}
     assert behind["vp_drafter", 8] == {"drafter": costs._REPEATS}
