@@ -57,9 +57,14 @@ class SlicedCache:
     def __init__(self, buffers: list[Any]) -> None:
         self.buffers = buffers
         self.batch, _, self.capacity, _ = buffers[0].shape
+        self._parts: dict[tuple[int, int], Self] = {}
 
     def rows(self, start: int, stop: int) -> Self:
-        return type(self)([buffer[start:stop] for buffer in self.buffers])
+        if (start, stop) == (0, self.batch):
+            return self
+        if (start, stop) not in self._parts:
+            self._parts[start, stop] = type(self)([buffer[start:stop] for buffer in self.buffers])
+        return self._parts[start, stop]
 
     def copy_row(self, source: int, destination: int, slots: int) -> None:
         for buffer in self.buffers:

@@ -80,6 +80,25 @@ def test_features_go_from_session_to_session(backend: str) -> None:
     np.testing.assert_array_equal(outs[0], outs[2])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("role", ROLES)
+def test_passes_on_one_cache_leave_earlier_results_alone(backend: str, role: str) -> None:
+    """Of any number of rows and tokens, and whatever is asked for; each gives what it gives on a cache of its own."""
+    opened = session(backend, role)
+    names = [spec.name for spec in opened.graph.outputs]
+    shared = opened.new_cache(3, 12)
+    passes = [(1, 4, names), (1, 4, names), (1, 3, names[::-1]), (2, 4, names)]
+    for _ in range(2):
+        found, expected = [], []
+        for seed, (rows, tokens, wanted) in enumerate(passes):
+            inputs = random_inputs(opened.graph, seed, 0, VOCAB, rows, tokens)
+            found.append(opened.run(inputs, wanted, shared.rows(0, rows)))
+            expected.append(opened.run(inputs, wanted, opened.new_cache(rows, 12)))
+        for one, other in zip(found, expected, strict=True):
+            for name in names:
+                np.testing.assert_array_equal(np.asarray(one[name]), np.asarray(other[name]), err_msg=name)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("role", ROLES)
