@@ -99,6 +99,7 @@ _TENSORRT: dict[str, Support] = {
     "Expand": Support((_ALL, _INT64), (_ALL,)),
     "Gather": Support((_ALL, _INTEGERS), (_ALL,)),
     "GatherElements": Support((_ALL, _INTEGERS), (_ALL,)),
+    "Gemm": Support((_FLOATS, _FLOATS), (_FLOATS,)),
     "Greater": _binary(_NUMBERS, _BOOL),
     "Identity": _unary(_ALL),
     "Less": _binary(_NUMBERS, _BOOL),

@@ -166,6 +166,7 @@ FORMS: dict[str, str] = {
     "Expand": "g ({d}[B, 1] x, int64[2] shape) => ({d}[B, M] y) {{ y = Expand (x, shape) }}",
     "Gather": "g ({d}[N, 4] x, int64[B] i) => ({d}[B, 4] y) {{ y = Gather <axis = 0> (x, i) }}",
     "GatherElements": "g ({d}[B, 4] x, int64[B, 3] i) => ({d}[B, 3] y) {{ y = GatherElements <axis = 1> (x, i) }}",
+    "Gemm": "g ({d}[B, 4] x, {d}[6, 4] w) => ({d}[B, 6] y) {{ y = Gemm <transB = 1> (x, w) }}",
     "RMSNormalization": """g ({d}[B, 8] x, {d}[8] z) => ({d}[B, 8] y) {{
         y = RMSNormalization <axis = -1, stash_type = 1, epsilon = 0.00001> (x, z) }}""",
     "Range": "g ({d} a, {d} b, {d} c) => ({d}[N] y) {{ y = Range (a, b, c) }}",
