@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.passes.initializers import initializer
+
 _MASK = 3  # input of Attention
 
 
@@ -42,12 +44,11 @@ class AdditiveMasks(ir.passes.InPlacePass):
 def _add(graph: ir.Graph, before: ir.Node, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
     """`Where(mask, 0, lowest)` in front of a node."""
     name, numpy_dtype = f"{mask.name}_additive_{dtype.name.lower()}", dtype.numpy()
-    constants = []
-    for part, number in (("seen", 0.0), ("hidden", float(ml_dtypes.finfo(numpy_dtype).min) / 2)):
-        tensor = ir.tensor(np.array(number, numpy_dtype), dtype, name=f"{name}_{part}")
-        value = ir.Value(name=tensor.name, type=ir.TensorType(dtype), shape=ir.Shape([]), const_value=tensor)
-        graph.register_initializer(value)
-        constants.append(value)
+    lowest = float(ml_dtypes.finfo(numpy_dtype).min) / 2
+    constants = [
+        initializer(graph, f"{name}_{part}", np.array(number, numpy_dtype))
+        for part, number in (("seen", 0.0), ("hidden", lowest))
+    ]
     node = ir.Node("", "Where", inputs=[mask, *constants], name=name, num_outputs=1)
     result = node.outputs[0]
     result.name, result.dtype = name, dtype

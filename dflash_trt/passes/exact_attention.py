@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from dflash_trt.passes.initializers import initializer, integers
+
 DOMAIN = "com.microsoft"  # of FusedMatMul: the transposed keys are not written down
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -32,7 +34,7 @@ class ExactAttention(ir.passes.InPlacePass):
 def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     query, key, value, mask = node.inputs
     tape = ir.tape.Tape()
-    lowest, last = _constant(graph, "lowest", np.float32(_LOWEST)), _constant(graph, "last_axis", np.array([-1]))
+    lowest, last = initializer(graph, "lowest", np.float32(_LOWEST)), integers(graph, (-1,))
     scale = node.attributes["scale"].as_float()
     scores = tape.op("FusedMatMul", [query, key], {"transB": 1, "alpha": scale}, domain=DOMAIN)
     seen = tape.op("Where", [mask, scores, lowest])
@@ -49,12 +51,3 @@ def _write_out(graph: ir.Graph, node: ir.Node) -> None:
     ir.convenience.replace_all_uses_with(old, result)
     result.name, result.type, result.shape = old.name, old.type, old.shape
     graph.remove(node, safe=True)
-
-
-def _constant(graph: ir.Graph, name: str, value: np.ndarray | np.float32) -> ir.Value:
-    """An initialiser, the same for all attentions."""
-    if name not in graph.initializers:
-        tensor = ir.tensor(value, name=name)
-        kind, shape = ir.TensorType(tensor.dtype), ir.Shape(value.shape)
-        graph.register_initializer(ir.Value(name=name, type=kind, shape=shape, const_value=tensor))
-    return graph.initializers[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from dflash_trt.passes.integers import integers
+from dflash_trt.passes.initializers import integers
 
 _ROW_BY_ROW = {"Add", "Mul", "Sigmoid"}
 _Rows = tuple[ir.SymbolicDim | int, ir.SymbolicDim | int]  # [B, Q] of a value [B, Q, N]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from dflash_trt.passes.integers import integers
+from dflash_trt.passes.initializers import integers
 
 _QUERY, _KEY, _MASK = 0, 1, 3  # inputs of Attention
 _SEVERAL = "_several"  # behind the name of queries that were regrouped

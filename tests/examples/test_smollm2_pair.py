@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from makers import make_drafter
 from oracles import AuthorsLoop, transformers_target
 from smollm2_models import EXAMPLE
 
@@ -33,9 +34,9 @@ def d2sd(smollm2: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def dflare(smollm2: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Its weights are not shipped: one that begins as the target's last layers is as lossless."""
+    """Its weights are not shipped: an untrained one is as lossless."""
     folder = tmp_path_factory.mktemp("untrained")
-    untrained_dflare(smollm2, folder)
+    make_drafter(folder, smollm2, kind="dflare", taps=[1, 8, 14, 20, 27], layers=2)
     return built(smollm2, tmp_path_factory, drafter=folder)
 
 
@@ -43,12 +44,6 @@ def built(target: Path, tmp_path_factory: pytest.TempPathFactory, **drafters):
     output = tmp_path_factory.mktemp("bundle") / "b"
     dflash_trt.build(target=target, output=output, verify=False, max_seq_len=512, max_batch_size=PROMPTS, **drafters)
     return dflash_trt.load(output, threads=1)
-
-
-def untrained_dflare(target: Path, folder: Path) -> None:
-    from makers import make_drafter
-
-    make_drafter(folder, target, kind="dflare", taps=[1, 8, 14, 20, 27], layers=2)
 
 
 def prompts(engine) -> list[list[int]]:
