@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_trt.runtime.acceptance import walk
-from dflash_trt.runtime.staircase import boundary_posterior, likeliest, merge
+from dflash_trt.runtime.staircase import break_chances, likeliest, merge
 from dflash_trt.runtime.trace import BranchTrace, StepTrace, Trace
 from dflash_trt.runtime.tree import CandidateTree
 
@@ -42,7 +42,7 @@ def make_step(
         tree: what was verified, if not the merged candidates.
     """
     rows = [[ANCHOR, *draft], *([ANCHOR, *draft[: branch.kept], *branch.tokens] for branch in branches)]
-    tree = tree or merge(rows)[0]
+    tree = tree or merge(rows).tree()
     acceptance = walk(tree, lambda node, path: target[len(path)])
     return StepTrace(
         anchor_position=anchor_position,
@@ -105,8 +105,8 @@ def simulated_trace(
     for _ in range(steps):
         target = random.integers(2, 2 + vocabulary, vp_block_size + 1).tolist()
         draft, confidence = drafted(target[: block_size - 1], skill)
-        posterior = np.append(boundary_posterior(confidence), np.prod(confidence))
-        kept = likeliest(posterior[:-1], branches)
+        posterior = break_chances(confidence)
+        kept = sorted(likeliest(posterior[:-1], branches))
         kept += [len(draft)] if branches and vp_block_size > block_size else []
         tails = [(count, drafted(target[count : vp_block_size - 1], (1 + skill) / 2)) for count in kept]
         made.append(

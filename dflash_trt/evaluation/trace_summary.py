@@ -327,7 +327,7 @@ def _kept_prefixes(views: Sequence[StepView]) -> Iterator[KeptPrefix]:
             yield KeptPrefix(
                 kept=kept,
                 steps=len(known),
-                predicted=_mean([float(break_chances(view.step.confidence)[kept]) for view in known]),
+                predicted=_mean([break_chances(view.step.confidence)[kept] for view in known]),
                 broke=_mean([bool(view.broke(kept)) for view in known]),
                 drafted=len(branches),
                 drafted_predicted=_mean([branch.probability for _, branch in branches]),

@@ -7,25 +7,23 @@ drafts do not pay at all, steps go without for a while. No policy changes an out
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-
-import numpy as np
+from itertools import accumulate
+from typing import NamedTuple
 
 from dflash_trt.runtime.branching import AdaptiveBranches, Branch, PassCosts
-from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.speculation_models import Part, StepTimes
-from dflash_trt.runtime.staircase import FloatArray
+from dflash_trt.runtime.staircase import Staircase
 from dflash_trt.runtime.statistics import StepMeter
-from dflash_trt.runtime.tree import CandidateTree
 
-_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])  # of confidence
+_EDGES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)  # of confidence
 _INERTIA = 8.0  # drafts that a confidence itself counts for
 _MOST = 500.0  # drafts that what was seen counts for at most
 _REFRESH = 16  # steps for which a table stands
 
 _WINDOW = 24.0  # steps that say whether drafts pay
-_CAUTION = 0.98  # times what decoding token by token yields: below, drafts do not pay
-_TRIAL = 4  # steps that draft, at least, before the next rest
+_TRIAL = 3  # steps that draft, at least, before the next rest
 _REST, _LONGEST_REST = 8, 64  # steps: twice as many after each trial in vain
 
 
@@ -36,24 +34,25 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._said, self._right, self._seen = np.zeros((3, len(_EDGES) + 1))
+        ranges = len(_EDGES) + 1
+        self._wrong_by, self._seen = [0.0] * ranges, [0.0] * ranges  # sums of right - said, and how many these are
 
-    def chances(self, confidence: FloatArray) -> FloatArray:
-        """f64 [n] in 0..1."""
-        places = np.searchsorted(_EDGES, confidence)
-        wrong_by = (self._right - self._said) / (self._seen + _INERTIA)
-        return np.clip(confidence + wrong_by[places], 0.0, 1.0)
+    def chances(self, confidence: Sequence[float]) -> list[float]:
+        """Each in 0..1."""
+        chances = []
+        for said in confidence:
+            place = bisect_left(_EDGES, said)
+            chance = said + self._wrong_by[place] / (self._seen[place] + _INERTIA)
+            chances.append(min(1.0, max(0.0, chance)))
+        return chances
 
-    def observe(self, confidence: FloatArray, right: int) -> None:
+    def observe(self, confidence: Sequence[float], right: int) -> None:
         """Takes in the first `right` of the verified drafts as right, and the one behind them, if any, as wrong."""
-        tested = confidence[: right + 1]
-        places = np.searchsorted(_EDGES, tested)
-        np.add.at(self._seen, places, 1)
-        np.add.at(self._said, places, tested)
-        np.add.at(self._right, places[:right], 1)
-        scale = np.minimum(1.0, _MOST / np.maximum(self._seen, 1.0))
-        for counts in (self._seen, self._said, self._right):
-            counts *= scale
+        for number, said in enumerate(confidence[: right + 1]):
+            place = bisect_left(_EDGES, said)
+            fade = min(1.0, _MOST / (self._seen[place] + 1))
+            self._wrong_by[place] = (self._wrong_by[place] + (number < right) - said) * fade
+            self._seen[place] = (self._seen[place] + 1) * fade
 
 
 class Worth:
@@ -70,8 +69,13 @@ class Worth:
             return False
         return True
 
-    def observe(self, tokens: int, seconds: float, plain: float) -> None:
-        """Takes in a step that drafted; `plain` are the seconds of one that does not."""
+    def observe(self, tokens: float, seconds: float, plain: float) -> None:
+        """Takes in a step that drafted.
+
+        Args:
+            tokens: that were expected of it; those that came scatter far more.
+            plain: seconds of a step that does not draft.
+        """
         keep = 1 - 1 / _WINDOW
         self._tokens = keep * self._tokens + tokens
         self._seconds = keep * self._seconds + seconds / plain
@@ -79,7 +83,7 @@ class Worth:
         self._drafted += 1
         if self._drafted < _TRIAL or self._weight < _TRIAL:
             return
-        if self._tokens >= _CAUTION * self._seconds:
+        if self._tokens >= self._seconds:
             self._rest = _REST
         else:
             self._resting, self._drafted = self._rest, 0
@@ -92,58 +96,88 @@ class Worth:
 
 
 class Experience:
-    """What an engine has learnt; policies of sequences that follow one another share it."""
+    """What an engine has learnt; policies of sequences that follow one another share it.
+
+    Attributes:
+        trunk: chances of drafts of trunks.
+        first, later: of the draft with which a branch leaves the trunk, and of those behind it.
+    """
 
     def __init__(self, costs: PassCosts) -> None:
-        self.calibration = Calibration()
+        self.trunk, self.first, self.later = Calibration(), Calibration(), Calibration()
         self.times = StepTimes(costs)
         self.worth = Worth()
 
 
-class AdaptiveDrafting:
-    """A `BranchPolicy` for one sequence at a time.
+class _Proposed(NamedTuple):
+    """What a step put before the target; `nodes` of the staircase are verified."""
+
+    staircase: Staircase = Staircase([], [], [])
+    confidence: Sequence[float] = ()
+    branches: Sequence[Branch] = ()
+    nodes: Sequence[int] = ()
+
+    def tail(self, breaks: int) -> Sequence[float]:
+        """Confidences of the verified tail that leaves the trunk behind its first `breaks` drafts.
+
+        None where there is no such tail, nor where there are several: which of them came true is not known. The trunk
+        counts as broken there, also where its next draft was less likely than the tail and so not verified.
+        """
+        draft = self.staircase.tokens[1 : 1 + len(self.confidence)]
+        numbers = [number for number, branch in enumerate(self.branches) if branch.leaves(draft) == breaks]
+        if len(numbers) != 1:
+            return []
+        branch, path = self.branches[numbers[0]], self.staircase.paths[1 + numbers[0]]
+        verified = set(self.nodes).intersection(path[breaks + 1 :])
+        return branch.confidence[breaks - branch.kept :][: len(verified)]
+
+
+class AdaptiveDrafting(AdaptiveBranches):
+    """A policy for one sequence at a time.
 
     Args:
         branches: at most.
         costs: seconds of passes, as measured when the bundle was built.
     """
 
-    def __init__(self, limits: Limits, branches: int, costs: PassCosts, experience: Experience) -> None:
-        self._most, self._costs, self._known = branches, costs, experience
-        self._block = limits.block_size
+    def __init__(self, branches: int, costs: PassCosts, experience: Experience) -> None:
+        self._costs, self._known = costs, experience
+        super().__init__(branches, self._table())
         self._steps = 0
-        self._inner = AdaptiveBranches(branches, self._table())
-        self._confidence: FloatArray = np.zeros(0)
+        self._proposed = _Proposed()
         self._known.worth.begin()
 
     def drafts(self, most: int) -> int:
         return most if self._known.worth.wants_drafts() else 0
 
-    def chances(self, confidence: FloatArray) -> FloatArray:
-        return self._known.calibration.chances(confidence)
+    def chances(self, confidence: Sequence[float]) -> Sequence[float]:
+        return self._known.trunk.chances(confidence)
 
-    def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        return self._inner.choose(self.chances(confidence), size)
+    def tail_chances(self, confidence: Sequence[float]) -> Sequence[float]:
+        return self._known.first.chances(confidence[:1]) + self._known.later.chances(confidence[1:])
 
-    def prune(
-        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
-    ) -> CandidateTree:
-        self._confidence = confidence
-        return self._inner.prune(tree, reach, confidence, branches)
+    def prune(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> Sequence[int]:
+        nodes = super().prune(staircase, confidence, branches)
+        self._proposed = _Proposed(staircase, confidence, branches, nodes)
+        return nodes
 
     def observe(self, meter: StepMeter) -> None:
         """Takes in a step of the sequence."""
         self._steps += 1
-        seconds, sizes = meter.seconds, meter.tokens
+        seconds, sizes, known = meter.seconds, meter.tokens, self._known
         parts: dict[Part, float] = {part: seconds[part] for part in ("draft", "redraft", "verify") if part in seconds}
-        self._known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=self._steps > 1)
+        known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=self._steps > 1)
         if "draft" in parts and meter.trunk:
             (verified, right), (yielded,) = meter.trunk[0], meter.yielded
-            self._known.calibration.observe(self._confidence[:verified], right)
-            plain = self._known.times.seconds(1, {"verify": 1}) * self._known.times.pace
-            self._known.worth.observe(yielded, sum(parts.values()), plain)
+            known.trunk.observe(self._proposed.confidence[:verified], right)
+            tail = self._proposed.tail(right)
+            known.first.observe(tail[:1], min(1, yielded - 1 - right))
+            if yielded - 1 > right:
+                known.later.observe(tail[1:], yielded - 2 - right)
+            plain = known.times.seconds(1, {"verify": 1}) * known.times.pace
+            known.worth.observe(self.expected, sum(parts.values()), plain)
         if self._steps % _REFRESH == 0:
-            self._inner.reprice(self._table())
+            self.reprice(self._table())
 
     def _table(self) -> PassCosts:
         """The costs as the machine has them now: between the sizes that were measured, as they were then."""
@@ -151,7 +185,7 @@ class AdaptiveDrafting:
 
         def now(part: Part, points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
             seconds = [times.seconds(1, {part: tokens}) for tokens, _ in points]
-            return tuple(zip((tokens for tokens, _ in points), np.maximum.accumulate(seconds).tolist(), strict=True))
+            return tuple(zip((tokens for tokens, _ in points), accumulate(seconds, max), strict=True))
 
         costs = self._costs
         return PassCosts(

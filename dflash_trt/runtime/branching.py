@@ -14,9 +14,8 @@ import numpy as np
 
 from dflash_trt.checkpoint.spec import Frozen
 from dflash_trt.errors import UsageError
-from dflash_trt.runtime.staircase import FloatArray, boundary_posterior, break_chances, likeliest
+from dflash_trt.runtime.staircase import Staircase, break_chances, likeliest, prefix_chances
 from dflash_trt.runtime.trace import Branches, Drafts
-from dflash_trt.runtime.tree import CandidateTree
 
 _MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
 
@@ -36,29 +35,33 @@ class Branch:
     tokens: list[int]
     confidence: list[float]
 
+    def leaves(self, trunk: Sequence[int]) -> int:
+        """How many drafts of the trunk it has in common with it: those it keeps, and those it drafts alike."""
+        count = self.kept
+        for own, other in zip(self.tokens, trunk[self.kept :], strict=False):
+            if own != other:
+                break
+            count += 1
+        return count
+
 
 class BranchPolicy(Protocol):
     """Chooses before the re-draft, and again after it."""
 
-    def chances(self, confidence: FloatArray) -> FloatArray:
-        """f64 [n]: that each of the trunk's drafts is right where those before it are."""
-
-    def choose(self, confidence: FloatArray, size: int) -> list[int]:
+    def choose(self, confidence: Sequence[float], size: int) -> list[int]:
         """How many drafts each branch keeps, ascending.
 
         Args:
-            confidence: f64 [n], of the trunk's drafts.
+            confidence: of the n drafts of the trunk.
             size: tokens of a branch with its anchor, at least n + 1. Where it is more, keeping all n extends the trunk.
         """
 
-    def prune(
-        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
-    ) -> CandidateTree:
-        """The part of the merged tree worth verifying.
+    def prune(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> Sequence[int]:
+        """The nodes worth verifying, ascending: with each its parent.
 
         Args:
-            reach: f64 [Q], the chance that the walk comes to each node; a child's is no larger than its parent's.
             confidence: of the trunk's drafts.
+            branches: those of the staircase's candidates behind the trunk.
         """
 
 
@@ -68,16 +71,11 @@ class FixedBranches:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def chances(self, confidence: FloatArray) -> FloatArray:
-        return confidence
+    def choose(self, confidence: Sequence[float], size: int) -> list[int]:
+        return _prefixes(break_chances(confidence), size, self._count)
 
-    def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        return _prefixes(boundary_posterior(confidence), size, self._count)
-
-    def prune(
-        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
-    ) -> CandidateTree:
-        return tree
+    def prune(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> Sequence[int]:
+        return range(len(staircase.tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,73 +153,123 @@ def chosen_drafts(
 class AdaptiveBranches:
     """The number of branches, and the part of the tree, with the most expected tokens per second of the step.
 
-    A verified node that the walk comes to yields one token, so a tree yields the sum of its nodes' reach. Nodes are
-    taken in the order of their reach, which keeps prefixes whole. Before the re-draft its confidences are not known:
-    a mean of those of past steps stands in for them, at first that of the trunk.
+    A verified node that the walk comes to yields one token, so a tree yields the sum of its nodes' reach: the chance
+    that the walk comes to them. Nodes are taken in the order of their reach, which keeps prefixes whole. What tails
+    promise is not known before the re-draft: a mean of those of past steps stands in, at first that of the trunk.
+
+    Attributes:
+        expected: tokens that the tree of the last step promised.
     """
 
     def __init__(self, most: int, costs: PassCosts) -> None:
         self._most = most
         self.reprice(costs)
-        self._redraft_confidence: float | None = None
+        self._tail: tuple[float, float] | None = None  # chances of a tail's first draft, and of each behind it
+        self.expected = 1.0
 
     def reprice(self, costs: PassCosts) -> None:
         """From here on passes take so long."""
         self._draft, self._redraft, self._verify = map(_by_tokens, (costs.draft, costs.redraft, costs.verify))
 
-    def chances(self, confidence: FloatArray) -> FloatArray:
+    def chances(self, confidence: Sequence[float]) -> Sequence[float]:
+        """That each of the trunk's drafts is right where those before it are."""
         return confidence
 
-    def choose(self, confidence: FloatArray, size: int) -> list[int]:
-        trunk, ends = np.cumprod([1.0, *confidence]), break_chances(confidence)
-        sure = self._redraft_confidence
-        sure = (float(np.mean(confidence)) if len(confidence) else 1.0) if sure is None else sure
-        options = [_prefixes(ends[:-1], size, count) for count in range(min(self._most, len(confidence)) + 1)]
-        return max(options, key=lambda kept: self._expected_rate(trunk, ends, sure, size, kept))
+    def tail_chances(self, confidence: Sequence[float]) -> Sequence[float]:
+        """That each draft of a branch, from where it leaves the trunk, is right where the trunk breaks there and those
+        before it are right."""
+        return confidence
 
-    def prune(
-        self, tree: CandidateTree, reach: FloatArray, confidence: FloatArray, branches: Sequence[Branch]
-    ) -> CandidateTree:
-        if branches:
-            seen = float(np.mean(np.concatenate([branch.confidence for branch in branches])))
-            known = self._redraft_confidence
-            self._redraft_confidence = seen if known is None else known + _MEMORY * (seen - known)
+    def choose(self, confidence: Sequence[float], size: int) -> list[int]:
+        right = self.chances(confidence)
+        trunk, ends = prefix_chances(right), break_chances(right)
+        mean = sum(right) / len(right) if right else 1.0
+        first, later = self._tail or (mean, mean)
+        tail = [first * later**place for place in range(size - 1)]
+        best, best_rate = [], 0.0
+        for count in range(min(self._most, len(right)) + 1):
+            kept = _prefixes(ends, size, count)
+            reach = trunk + [ends[place] * chance for place in kept for chance in tail[: size - 1 - place]]
+            _, rate, _ = self._best(sorted(reach, reverse=True), len(trunk), len(kept) * size)
+            if rate > best_rate:
+                best, best_rate = kept, rate
+        return best
+
+    def prune(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> Sequence[int]:
         redrafted = sum(1 + branch.kept + len(branch.tokens) for branch in branches)
-        order = np.argsort(-reach, kind="stable")  # a node is never before its parent: those come first among equals
-        count, _ = self._best_count(reach[order], len(confidence) + 1, redrafted)
-        if count == len(tree):
-            return tree
-        return tree.subtree(sorted(order[:count].tolist()))
+        return self.worthy(self.reach(staircase, confidence, branches), len(confidence) + 1, redrafted)
 
-    def _expected_rate(self, trunk: FloatArray, ends: FloatArray, sure: float, size: int, kept: Sequence[int]) -> float:
-        """Tokens per second expected with branches that keep so many drafts.
+    def reach(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> list[float]:
+        """The chance that the walk comes to each node; a child's is no larger than its parent's.
+
+        A branch leaves the trunk where its tokens first differ: nothing of it is reached but where the trunk breaks
+        there. What its tail promises is remembered.
+        """
+        right = self.chances(confidence)
+        trunk, ends = prefix_chances(right), break_chances(right)
+        reach = trunk + [0.0] * (len(staircase.tokens) - len(trunk))
+        draft = staircase.tokens[1 : len(trunk)]
+        firsts: list[float] = []
+        rest: list[float] = []
+        for branch, path in zip(branches, staircase.paths[1:], strict=True):
+            leaves = branch.leaves(draft)
+            tail = self.tail_chances(branch.confidence[leaves - branch.kept :])
+            chance = ends[leaves]
+            for node, one in zip(path[leaves + 1 :], tail, strict=True):
+                chance *= one
+                reach[node] = max(reach[node], chance)
+            alike = leaves > branch.kept
+            firsts.append(0.0 if alike else tail[0])  # where the trunk breaks, the same draft is as wrong
+            rest.extend(tail if alike else tail[1:])
+        if branches:
+            self._remember(_mean(firsts), _mean(rest))
+        return reach
+
+    def worthy(self, reach: Sequence[float], drafted: int, redrafted: int) -> list[int]:
+        """The nodes with the most tokens per second.
 
         Args:
-            trunk: f64 [n + 1], the chance that the walk comes to each node of the trunk.
-            ends: f64 [n + 1], that it ends there.
-            sure: of the tokens of the tails.
+            drafted, redrafted: tokens of the passes before.
         """
-        tails = [ends[count] * sure ** np.arange(1, size - count) for count in kept]
-        reach = np.concatenate([trunk, *tails])
-        reach[::-1].sort()
-        return self._best_count(reach, len(trunk), len(kept) * size)[1]
+        order = likeliest(reach)  # a node is never before its parent: those come first among equals
+        count, _, self.expected = self._best([reach[node] for node in order], drafted, redrafted)
+        return sorted(order[:count])
 
-    def _best_count(self, reach: FloatArray, drafted: int, redrafted: int) -> tuple[int, float]:
-        """How many of the nodes, taken in this order, give the most tokens per second, and how many that are."""
+    def _remember(self, first: float, later: float) -> None:
+        known = self._tail or (first, later)
+        self._tail = known[0] + _MEMORY * (first - known[0]), known[1] + _MEMORY * (later - known[1])
+
+    def _best(self, reach: Sequence[float], drafted: int, redrafted: int) -> tuple[int, float, float]:
+        """How many of the nodes, taken in this order, give the most tokens per second; that rate; and their tokens."""
         spent = self._draft[drafted] + self._redraft[redrafted]
-        rates = reach.cumsum() / (spent + self._verify[1 : len(reach) + 1])
-        best = int(rates.argmax())
-        return best + 1, float(rates[best])
+        best = (1, 0.0, 1.0)
+        tokens = 0.0
+        for count, (one, verify) in enumerate(zip(reach, self._verify[1:], strict=False), start=1):
+            tokens += one
+            rate = tokens / (spent + verify)
+            if rate > best[1]:
+                best = count, rate, tokens
+        return best
 
 
-def _by_tokens(points: Sequence[tuple[int, float]]) -> FloatArray:
+def _by_tokens(points: Sequence[tuple[int, float]]) -> list[float]:
     """Seconds of a pass of 0, 1, 2, ... tokens, up to the most measured; of none 0."""
     if not points:
-        return np.zeros(1)
+        return [0.0]
     tokens, seconds = zip(*points, strict=True)
-    return np.concatenate(([0.0], np.interp(np.arange(1, tokens[-1] + 1), tokens, seconds)))
+    return [0.0, *np.interp(np.arange(1, tokens[-1] + 1), tokens, seconds).tolist()]
 
 
-def _prefixes(posterior: FloatArray, size: int, count: int) -> list[int]:
-    kept = likeliest(posterior, count)
-    return [*kept, len(posterior)] if kept and size > len(posterior) + 1 else kept
+def _prefixes(breaks: Sequence[float], size: int, count: int) -> list[int]:
+    """The `count` likeliest prefixes (eq. 5) and, if any, the extension of the trunk where there is room for one.
+
+    Args:
+        breaks: as of `break_chances`; what is right as a whole does not break.
+    """
+    drafts = len(breaks) - 1
+    kept = sorted(likeliest(breaks[:drafts], count))
+    return [*kept, drafts] if kept and size > drafts + 1 else kept
+
+
+def _mean(chances: Sequence[float]) -> float:
+    return sum(chances) / len(chances) if chances else 1.0

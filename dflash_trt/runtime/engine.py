@@ -305,7 +305,7 @@ class Engine:
         assert self.costs is not None
         if self._experience is None:
             self._experience = Experience(self.costs)
-        return AdaptiveDrafting(self.limits, self._most_branches(drafting), self.costs, self._experience)
+        return AdaptiveDrafting(self._most_branches(drafting), self.costs, self._experience)
 
     def _most_branches(self, drafting: _Drafting) -> int:
         return self.limits.branches if drafting.branches == "auto" else drafting.branches

@@ -13,7 +13,7 @@ from dflash_trt.runtime.branching import Branch, BranchPolicy
 from dflash_trt.runtime.drafter import Block, Draft, Drafter, not_finite
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.staircase import FloatArray, break_chances, merge
+from dflash_trt.runtime.staircase import break_chances, merge
 from dflash_trt.runtime.statistics import DraftStage, StepMeter
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
@@ -125,7 +125,7 @@ class Proposer:
         if self._redrafter is None or policy is None:
             return {row: _proposal(sequences[row], trunk, [], policy) for row, trunk in trunks.items()}
         kept = {
-            row: policy.choose(trunk.confidence, self._branch_size(sequences[row], drafts))
+            row: policy.choose(trunk.confidence.tolist(), self._branch_size(sequences[row], drafts))
             for row, trunk in trunks.items()
         }
         branches = self._redraft({row: sequences[row] for row in trunks}, trunks, kept, drafts)
@@ -196,10 +196,10 @@ def _branches(trunk: Draft, kept: Sequence[int], redraft: Draft) -> list[Branch]
     """Cuts the re-draft of one row into its branches."""
     if not kept:
         return []
-    breaks = break_chances(trunk.confidence)
+    breaks = break_chances(trunk.confidence.tolist())
     ids, confidence = redraft.ids.reshape(len(kept), -1), redraft.confidence.reshape(len(kept), -1)
     return [
-        Branch(count, float(breaks[count]), tokens[count + 1 :].tolist(), sure[count + 1 :].tolist())
+        Branch(count, breaks[count], tokens[count + 1 :].tolist(), sure[count + 1 :].tolist())
         for count, tokens, sure in zip(kept, ids, confidence, strict=True)
     ]
 
@@ -209,21 +209,6 @@ def _proposal(
 ) -> Proposal:
     draft, confidence = trunk.ids.tolist(), trunk.confidence.tolist()
     rows = [[sequence.anchor, *draft], *([sequence.anchor, *draft[: b.kept], *b.tokens] for b in branches)]
-    tree, nodes = merge(rows)
-    if policy is not None:
-        reach = np.zeros(len(tree))
-        for path, chances in zip(nodes, _reach(policy.chances(trunk.confidence), branches), strict=True):
-            reach[path] = np.maximum(reach[path], chances)
-        tree = policy.prune(tree, reach, trunk.confidence, branches)
+    staircase = merge(rows)
+    tree = staircase.tree() if policy is None else staircase.part(policy.prune(staircase, confidence, branches))
     return Proposal(tree, draft, confidence, branches)
-
-
-def _reach(chances: FloatArray, branches: list[Branch]) -> list[FloatArray]:
-    """For the trunk and each branch: the probability that the walk comes to each of its nodes.
-
-    Args:
-        chances: f64 [n], that each draft of the trunk is right where those before it are.
-    """
-    trunk, ends = np.cumprod([1.0, *chances]), break_chances(chances)
-    tails = [np.cumprod([ends[b.kept], *b.confidence])[1:] for b in branches]
-    return [trunk, *(np.concatenate((trunk[: b.kept + 1], tail)) for b, tail in zip(branches, tails, strict=True))]

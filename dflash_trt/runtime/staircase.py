@@ -5,53 +5,65 @@ Source: arXiv 2606.04446, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from dflash_trt.runtime.tree import CandidateTree
 
-FloatArray = npt.NDArray[np.float64]
 
-
-def boundary_posterior(confidence: npt.ArrayLike) -> FloatArray:
-    """r(i), the probability that exactly the first i drafts are right (eq. 4).
+def prefix_chances(confidence: Iterable[float]) -> list[float]:
+    """[n+1]: the probability that the first 0, 1, ... n drafts are right: c_1 * ... * c_i.
 
     Args:
-        confidence: c_1 .. c_n, the drafter's probability of each draft; [n].
-
-    Returns:
-        f64 [n]: r(i) = c_1 * ... * c_i * (1 - c_(i+1)) for i = 0 .. n-1. What is missing to 1 is the probability that
-        all n are right.
+        confidence: c_1 .. c_n, the drafter's probability of each draft where those before it are right.
     """
-    right = np.asarray(confidence, np.float64)
-    return np.concatenate(([1.0], np.cumprod(right)[:-1])) * (1 - right) if right.size else right
+    return list(accumulate(confidence, mul, initial=1.0))
 
 
-def break_chances(confidence: npt.ArrayLike) -> FloatArray:
-    """f64 [n+1]: the probability that exactly i of the n drafts are right, i = 0 .. n: r(i), then that all are."""
-    right = np.asarray(confidence, np.float64)
-    return np.append(boundary_posterior(right), np.cumprod(right)[-1:] if right.size else 1.0)
+def break_chances(confidence: Sequence[float]) -> list[float]:
+    """[n+1]: the probability that exactly i of the n drafts are right.
 
-
-def likeliest(posterior: FloatArray, count: int) -> list[int]:
-    """The `count` prefixes i of largest r(i) (eq. 5), ascending; of equal ones the shorter; all if there are fewer."""
-    return sorted(np.argsort(-posterior, kind="stable")[:count].tolist())
-
-
-def merge(rows: Sequence[Sequence[int]]) -> tuple[CandidateTree, list[list[int]]]:
-    """One tree of all candidates: common prefixes once, equal siblings merged.
-
-    Args:
-        rows: token sequences, all beginning with the anchor; those of the first row become nodes 0, 1, 2, ...
-
-    Returns:
-        The tree, and for each row the node of each of its tokens.
+    For i = 0 .. n-1 it is r(i) = c_1 * ... * c_i * (1 - c_(i+1)) (eq. 4), for i = n that all are.
     """
+    right = prefix_chances(confidence)
+    return [*(chance * (1 - one) for chance, one in zip(right, confidence, strict=False)), right[-1]]
+
+
+def likeliest(chances: Sequence[float], count: int | None = None) -> list[int]:
+    """The `count` places of the largest chance, the largest first, of equal ones the first; None for all."""
+    return sorted(range(len(chances)), key=lambda place: -chances[place])[:count]
+
+
+class Staircase(NamedTuple):
+    """All candidates of a step as one prefix tree: common prefixes once, equal siblings merged.
+
+    Attributes:
+        tokens, parents: of each node, as of `CandidateTree`; those of the trunk are the first.
+        paths: of each candidate, the trunk first, the nodes of its tokens.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    paths: list[list[int]]
+
+    def tree(self) -> CandidateTree:
+        """With all nodes."""
+        return CandidateTree.from_parents(self.tokens, self.parents)
+
+    def part(self, nodes: Sequence[int]) -> CandidateTree:
+        """The tree of some nodes, ascending, with the parent of each. Raises UsageError where one is missing."""
+        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
+        parents = [place.get(self.parents[node], len(nodes)) for node in nodes]
+        return CandidateTree.from_parents([self.tokens[node] for node in nodes], parents)
+
+
+def merge(rows: Sequence[Sequence[int]]) -> Staircase:
+    """The staircase of some token sequences, all beginning with the anchor; the first is the trunk."""
     tokens, parents = [rows[0][0]], [-1]
     edges: dict[tuple[int, int], int] = {}
-    nodes = []
+    paths = []
     for row in rows:
         path = [0]
         for token in row[1:]:
@@ -60,5 +72,5 @@ def merge(rows: Sequence[Sequence[int]]) -> tuple[CandidateTree, list[list[int]]
                 tokens.append(token)
                 parents.append(path[-1])
             path.append(node)
-        nodes.append(path)
-    return CandidateTree.from_parents(tokens, parents), nodes
+        paths.append(path)
+    return Staircase(tokens, parents, paths)

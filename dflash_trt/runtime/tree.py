@@ -116,13 +116,6 @@ class CandidateTree:
         """The child of `node` that carries `token`, or None."""
         return self._edges.get((node, token))
 
-    def subtree(self, nodes: Sequence[int]) -> CandidateTree:
-        """The tree of some nodes, ascending, with the parent of each. Raises UsageError as the constructor does."""
-        place = {node: number for number, node in enumerate(nodes)}
-        parents = [-1 if node == 0 else place.get(int(self.parents[node]), -1) for node in nodes]
-        chosen = np.asarray(nodes, np.int64)
-        return CandidateTree(self.tokens[chosen], np.asarray(parents), self.depths[chosen])
-
     def visibility(self) -> BoolArray:
         """bool [Q,Q]: may node i see node j, that is, is j an ancestor of i or i itself."""
         visible = np.eye(len(self), dtype=np.bool_)

@@ -213,8 +213,8 @@ def test_the_trunk_and_some_branches_give_what_walking_their_tree_gives(drawn):
     view = StepView(step)
     for count in range(len(step.branches) + 1):
         branches = step.branches[:count]
-        tree, _ = merge([[ANCHOR, *step.draft], *([ANCHOR, *view.row(branch)] for branch in branches)])
-        tokens = walk(tree, lambda node, path: target[len(path)]).tokens
+        staircase = merge([[ANCHOR, *step.draft], *([ANCHOR, *view.row(branch)] for branch in branches)])
+        tokens = walk(staircase.tree(), lambda node, path: target[len(path)]).tokens
         assert view.yielded(branches) == min(len(tokens), len(step.emitted))
     assert view.yielded(step.branches) == len(step.emitted)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_trt.errors import UsageError
 from dflash_trt.runtime import proposer
 from dflash_trt.runtime.branching import AdaptiveBranches, Branch, FixedBranches, PassCosts
 from dflash_trt.runtime.drafter import Draft
+from dflash_trt.runtime.staircase import Staircase, merge
 from dflash_trt.runtime.tree import CandidateTree
 
-PAPER = np.array([0.95, 0.84, 0.62, 0.70, 0.42])
+PAPER = [0.95, 0.84, 0.62, 0.70, 0.42]
 CONFIDENCE = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))
 LARGEST = 100  # tokens of a pass the tables know
 
@@ -31,20 +32,6 @@ FREE, FLAT = per_token(0, 0), per_token(1, 0)
 
 def costs(draft: Any = FLAT, redraft: Any = FLAT, verify: Any = FLAT) -> PassCosts:
     return PassCosts(draft=draft, redraft=redraft, verify=verify)
-
-
-class Keeping:
-    """A policy that prunes nothing and remembers what it was shown."""
-
-    tree: CandidateTree
-    reach: np.ndarray
-
-    def chances(self, confidence: np.ndarray) -> np.ndarray:
-        return confidence
-
-    def prune(self, tree: CandidateTree, reach: np.ndarray, *_: Any) -> CandidateTree:
-        self.tree, self.reach = tree, reach
-        return tree
 
 
 @st.composite
@@ -71,7 +58,7 @@ def staircases(draw: st.DrawFn) -> tuple[Draft, list[Branch]]:
     ids, confidence = draft(size)
     trunk = Draft(np.array(ids), np.array(confidence))
     branch_size = size + 1 + draw(st.integers(0, 3))
-    kept = FixedBranches(draw(st.integers(0, 6))).choose(trunk.confidence, branch_size)
+    kept = FixedBranches(draw(st.integers(0, 6))).choose(confidence, branch_size)
     rows = [draft(branch_size) for _ in kept]
     flat = Draft(
         np.array([token for tokens, _ in rows for token in tokens]), np.array([c for _, row in rows for c in row])
@@ -99,45 +86,68 @@ def test_fixed_branches(count: int, size: int, kept: list[int]) -> None:
 
 
 def test_fixed_branches_of_nothing_drafted() -> None:
-    assert FixedBranches(4).choose(np.zeros(0), 1) == []
+    assert FixedBranches(4).choose([], 1) == []
 
 
 def test_fixed_branches_verify_the_whole_tree() -> None:
-    tree = CandidateTree.chain([1, 2, 3])
-    assert FixedBranches(2).prune(tree, np.array([1.0, 0.0, 0.0]), np.zeros(2), []) is tree
+    staircase = merge([[7, 1, 2], [7, 3, 4]])
+    assert [*FixedBranches(1).prune(staircase, [0.0, 0.0], [Branch(0, 1.0, [3, 4], [0.0, 0.0])])] == [0, 1, 2, 3, 4]
 
 
 # -- what the walk may reach
 
 
+def reach_of(trunk: Draft, branches: list[Branch]) -> tuple[Staircase, list[float]]:
+    draft = trunk.ids.tolist()
+    staircase = merge([[7, *draft], *([7, *draft[: b.kept], *b.tokens] for b in branches)])
+    return staircase, AdaptiveBranches(9, costs()).reach(staircase, trunk.confidence.tolist(), branches)
+
+
 @given(staircases())
-def test_reach_never_grows_towards_the_leaves(staircase: tuple[Draft, list[Branch]]) -> None:
+def test_reach_never_grows_towards_the_leaves(drawn: tuple[Draft, list[Branch]]) -> None:
     """The order by reach keeps prefixes whole only if this holds to the last bit."""
-    policy = Keeping()
-    proposer._proposal(SimpleNamespace(anchor=7), *staircase, policy)  # type: ignore[arg-type]
-    parents = policy.tree.parents[1:]
-    assert policy.reach[0] == 1
-    assert (policy.reach[1:] <= policy.reach[parents]).all()
+    staircase, reach = reach_of(*drawn)
+    assert reach[0] == 1
+    assert all(reach[node] <= reach[parent] for node, parent in enumerate(staircase.parents) if node)
+
+
+@given(staircases())
+def test_no_more_is_reached_than_what_the_trunk_reaches_and_its_breaks(drawn: tuple[Draft, list[Branch]]) -> None:
+    """Of the nodes at one depth the walk comes to one at most."""
+    staircase, reach = reach_of(*drawn)
+    depths = staircase.tree().depths
+    alone = {branch.leaves(drawn[0].ids.tolist()) for branch in drawn[1]}
+    if len(alone) == len(drawn[1]):  # several tails behind one break are not told apart
+        assert np.bincount(depths, weights=reach).max() <= 1 + 1e-9
 
 
 def test_reach_of_a_small_staircase() -> None:
-    """A branch is reached where the trunk breaks; a node that both have counts for the likelier way to it."""
+    """A branch is reached where the trunk breaks."""
     trunk = Draft(np.array([1, 2]), np.array([0.8, 0.5]))
-    redraft = Draft(np.array([0, 3, 4, 0, 0, 2]), np.array([0, 0.9, 0.5, 0, 0, 0.25]))
-    policy = Keeping()
+    redraft = Draft(np.array([0, 3, 4, 0, 0, 5]), np.array([0, 0.9, 0.5, 0, 0, 0.25]))
     branches = proposer._branches(trunk, [0, 1], redraft)
-    proposer._proposal(SimpleNamespace(anchor=7), trunk, branches, policy)  # type: ignore[arg-type]
-    assert [(b.kept, b.tokens, b.confidence) for b in branches] == [(0, [3, 4], [0.9, 0.5]), (1, [2], [0.25])]
+    assert [(b.kept, b.tokens, b.confidence) for b in branches] == [(0, [3, 4], [0.9, 0.5]), (1, [5], [0.25])]
     np.testing.assert_allclose([b.probability for b in branches], [0.2, 0.4])
-    assert policy.tree.tokens.tolist() == [7, 1, 2, 3, 4]
-    np.testing.assert_allclose(policy.reach, [1, 0.8, 0.4, 0.2 * 0.9, 0.2 * 0.9 * 0.5])
+    staircase, reach = reach_of(trunk, branches)
+    assert staircase.tokens == [7, 1, 2, 3, 4, 5]
+    np.testing.assert_allclose(reach, [1, 0.8, 0.4, 0.2 * 0.9, 0.2 * 0.9 * 0.5, 0.4 * 0.25])
+
+
+def test_a_branch_that_drafts_as_the_trunk_did_is_reached_where_they_part() -> None:
+    """The re-draft of nothing kept begins like the trunk: where the trunk's first draft is wrong, so is it."""
+    trunk = Draft(np.array([1, 2, 3]), np.array([0.8, 0.5, 0.5]))
+    branch = Branch(0, 0.2, [1, 2, 6], [0.9, 0.9, 0.7])
+    assert branch.leaves([1, 2, 3]) == 2
+    staircase, reach = reach_of(trunk, [branch])
+    assert staircase.tokens == [7, 1, 2, 3, 6]
+    np.testing.assert_allclose(reach, [1, 0.8, 0.4, 0.2, 0.2 * 0.7])
 
 
 # -- pruning
 
 
-def pruned(policy: AdaptiveBranches, tree: CandidateTree, reach: np.ndarray, drafted: int = 5) -> CandidateTree:
-    return policy.prune(tree, reach, np.full(drafted, 0.5), [])
+def worthy(policy: AdaptiveBranches, reach: Sequence[float], drafted: int = 6) -> list[int]:
+    return policy.worthy(list(reach), drafted, 0)
 
 
 def closed_subtrees(tree: CandidateTree) -> list[tuple[int, ...]]:
@@ -155,7 +165,7 @@ def test_no_other_part_of_the_tree_yields_more_per_second(
     """Against every subtree there is: the sum of its reach over what draft and verification cost."""
     tree, reach = grown
     policy = AdaptiveBranches(4, costs(draft=per_token(draft, 0), verify=per_token(fixed, token)))
-    kept = [int(node) for node in pruned(policy, tree, reach).tokens]  # a token is its node's number here
+    kept = worthy(policy, reach)
     assert tuple(kept) in closed_subtrees(tree)
 
     def rate(nodes: tuple[int, ...]) -> float:
@@ -166,33 +176,25 @@ def test_no_other_part_of_the_tree_yields_more_per_second(
 
 @given(trees(), st.lists(st.floats(0, 2), min_size=2, max_size=6))
 def test_dearer_tokens_never_make_a_larger_tree(grown: tuple[CandidateTree, np.ndarray], prices: list[float]) -> None:
-    tree, reach = grown
-    sizes = [
-        len(pruned(AdaptiveBranches(4, costs(verify=per_token(1.0, price))), tree, reach)) for price in sorted(prices)
-    ]
+    _, reach = grown
+    sizes = [len(worthy(AdaptiveBranches(4, costs(verify=per_token(1.0, price))), reach)) for price in sorted(prices)]
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_tokens_that_cost_nothing_are_all_verified() -> None:
-    tree = CandidateTree.from_parents(range(6), [-1, 0, 1, 1, 0, 4])
-    reach = np.array([1, 0.5, 0.25, 0.25, 0.1, 0.01])
-    assert len(pruned(AdaptiveBranches(4, costs()), tree, reach)) == 6
+    assert worthy(AdaptiveBranches(4, costs()), [1, 0.5, 0.25, 0.25, 0.1, 0.01]) == [*range(6)]
 
 
 def test_tokens_beyond_price_leave_the_anchor() -> None:
-    tree = CandidateTree.from_parents(range(6), [-1, 0, 1, 1, 0, 4])
-    reach = np.array([1, 0.5, 0.25, 0.25, 0.1, 0.01])
     policy = AdaptiveBranches(4, costs(draft=FREE, verify=per_token(0.0, 1.0)))
-    assert pruned(policy, tree, reach).tokens.tolist() == [0]
+    assert worthy(policy, [1, 0.5, 0.25, 0.25, 0.1, 0.01]) == [0]
 
 
 def test_a_parent_is_never_cut_before_its_child() -> None:
     """A confidence of exactly 1 gives both the same reach."""
-    tree = CandidateTree.from_parents(range(6), [-1, 0, 1, 2, 0, 4])
     for size in range(1, 7):
         steep = tuple((tokens, 1.0 if tokens <= size else 100.0) for tokens in range(1, 8))
-        part = pruned(AdaptiveBranches(4, costs(verify=steep)), tree, np.ones(6))
-        assert part.tokens.tolist() == list(range(size))
+        assert worthy(AdaptiveBranches(4, costs(verify=steep)), [1.0] * 6) == [*range(size)]
 
 
 @given(staircases(), st.floats(0, 1), st.floats(0, 1))
@@ -239,10 +241,10 @@ def test_no_other_number_of_branches_promises_more(
     """Against a second formula, for every number there is; branches are the likeliest ones."""
     trunk, size = np.array(confidence), len(confidence) + 1 + more
     table = costs(per_token(*draft), per_token(*redraft), per_token(*verify))
-    kept = AdaptiveBranches(most, table).choose(trunk, size)
+    kept = AdaptiveBranches(most, table).choose(confidence, size)
     numbers = range(min(most, len(trunk)) + 1)
-    assert kept in [FixedBranches(number).choose(trunk, size) for number in numbers]
-    chosen = next(number for number in numbers if FixedBranches(number).choose(trunk, size) == kept)
+    assert kept in [FixedBranches(number).choose(confidence, size) for number in numbers]
+    chosen = next(number for number in numbers if FixedBranches(number).choose(confidence, size) == kept)
     sure = float(np.mean(trunk))
     rates = [naive_rate(trunk, size, number, sure, table) for number in numbers]
     assert rates[chosen] >= max(rates) * (1 - 1e-9)
@@ -270,57 +272,49 @@ def test_none_where_they_do_not_pay(table: PassCosts) -> None:
 
 def test_none_of_nothing_drafted() -> None:
     policy = AdaptiveBranches(4, costs())
-    assert policy.choose(np.zeros(0), 1) == []
-    assert len(policy.prune(CandidateTree.chain([3]), np.ones(1), np.zeros(0), [])) == 1
+    assert policy.choose([], 1) == []
+    assert policy.prune(merge([[3]]), [], []) == [0]
+
+
+def redrafted(policy: AdaptiveBranches, confidence: float, *, alike: bool = False) -> None:
+    """A step whose two branches have such tails, which begin as the trunk goes on or otherwise."""
+    draft, firsts = [1, 2, 3, 4, 5], [2, 5] if alike else [6, 9]
+    branches = [Branch(1, 0.1, [firsts[0], 8], [confidence] * 2), Branch(4, 0.1, firsts[1:], [confidence])]
+    policy.prune(merge([[7, *draft], *([7, *draft[: b.kept], *b.tokens] for b in branches)]), PAPER, branches)
 
 
 def test_re_drafts_that_were_unsure_are_asked_for_less() -> None:
     """What past steps re-drafted stands in for the confidences that are not known yet."""
     policy = AdaptiveBranches(4, costs(redraft=per_token(0.2, 0.0)))
-    tree, reach = CandidateTree.chain([1]), np.ones(1)
-
-    def redrafted(confidence: float) -> None:
-        policy.prune(tree, reach, PAPER, [Branch(1, 0.1, [3, 4], [confidence] * 2), Branch(4, 0.1, [3], [confidence])])
-
     assert policy.choose(PAPER, 6) != []
-    redrafted(0.01)
+    redrafted(policy, 0.01)
     assert policy.choose(PAPER, 6) == []
     for _ in range(30):
-        redrafted(0.95)
+        redrafted(policy, 0.95)
     assert policy.choose(PAPER, 6) != []
+
+
+def test_re_drafts_that_repeat_the_trunk_are_not_asked_for() -> None:
+    """However sure they are: they bring nothing."""
+    price = costs(redraft=per_token(0.2, 0.0))
+    new, same = AdaptiveBranches(4, price), AdaptiveBranches(4, price)
+    for _ in range(30):
+        redrafted(new, 0.8)
+        redrafted(same, 0.8, alike=True)
+    assert new.choose(PAPER, 6) != []
+    assert same.choose(PAPER, 6) == []
 
 
 def test_steps_without_re_drafts_leave_the_memory_alone() -> None:
     policy = AdaptiveBranches(4, costs(redraft=per_token(0.2, 0.0)))
     before = policy.choose(PAPER, 6)
     for _ in range(30):
-        policy.prune(CandidateTree.chain([1]), np.ones(1), np.full(5, 0.01), [])
+        policy.prune(merge([[7, 1, 2, 3, 4, 5]]), [0.01] * 5, [])
     assert policy.choose(PAPER, 6) == before
 
 
-# -- parts of trees
-
-
-def test_subtree() -> None:
-    tree = CandidateTree.from_parents([9, 1, 2, 5, 6, 7], [-1, 0, 1, 0, 3, 1])
-    part = tree.subtree([0, 1, 3, 4])
-    assert part.tokens.tolist() == [9, 1, 5, 6]
-    assert part.parents.tolist() == [-1, 0, 0, 2]
-    assert part.depths.tolist() == [0, 1, 1, 2]
-    assert tree.subtree(range(6)).parents.tolist() == tree.parents.tolist()
-
-
-@given(trees())
-def test_a_subtree_spells_the_same_paths(grown: tuple[CandidateTree, np.ndarray]) -> None:
-    tree, reach = grown
-    nodes = np.flatnonzero(reach >= np.median(reach)).tolist()
-    part = tree.subtree(nodes)
-    assert part.tokens.tolist() == nodes
-    assert part.parents[1:].tolist() == [nodes.index(tree.parents[node]) for node in nodes[1:]]
-    assert part.depths.tolist() == tree.depths[nodes].tolist()
-
-
-@pytest.mark.parametrize("nodes", [[0, 2], [1, 2], [0, 2, 1], []], ids=str)
-def test_orphans_are_refused(nodes: list[int]) -> None:
-    with pytest.raises(UsageError):
-        CandidateTree.chain([4, 5, 6]).subtree(nodes)
+def test_what_a_tree_promises() -> None:
+    """The sum of what is reached of it."""
+    policy = AdaptiveBranches(0, costs(verify=per_token(1.0, 0.2)))
+    nodes = policy.prune(merge([[7, 1, 2, 3]]), [0.5, 0.4, 0.1], [])
+    assert policy.expected == pytest.approx(sum([1, 0.5, 0.2, 0.02][: len(nodes)]))

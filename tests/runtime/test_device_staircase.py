@@ -145,7 +145,7 @@ def test_staircases_are_those_of_the_host() -> None:
             total = int(tree.total[number])
             tokens, parents = tree.tokens[number].tolist(), tree.parents[number].tolist()
             texts = spelled(tokens[:total], parents[:total])
-            merged, _ = merge(candidates)
+            merged = merge(candidates).tree()
             assert {*texts} == {*spelled(merged.tokens.tolist(), merged.parents.tolist())}
             assert total == len(candidates[0]) + sum(
                 len(own) - 1 - keep for own, keep in zip(candidates[1:], expected, strict=True)

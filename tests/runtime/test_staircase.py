@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime.hints import chance
 
+from dflash_trt.errors import UsageError
 from dflash_trt.runtime.acceptance import walk
 from dflash_trt.runtime.limits import Limits
-from dflash_trt.runtime.staircase import boundary_posterior, likeliest, merge
+from dflash_trt.runtime.staircase import break_chances, likeliest, merge, prefix_chances
 
 CONFIDENCES = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), max_size=20)
 
@@ -54,52 +55,52 @@ def limits_of(block: int, vp_block: int, branches: int) -> Limits:
 
 
 def test_the_papers_worked_example() -> None:
-    posterior = boundary_posterior([0.95, 0.84, 0.62, 0.70, 0.42])
-    assert posterior.round(3).tolist() == [0.050, 0.152, 0.303, 0.148, 0.201]
-    assert likeliest(posterior, 4) == [1, 2, 3, 4]
+    posterior = break_chances([0.95, 0.84, 0.62, 0.70, 0.42])[:-1]
+    assert np.round(posterior, 3).tolist() == [0.050, 0.152, 0.303, 0.148, 0.201]
+    assert sorted(likeliest(posterior, 4)) == [1, 2, 3, 4]
 
 
 @given(CONFIDENCES)
-def test_posterior_is_the_formula(confidence: list[float]) -> None:
-    posterior = boundary_posterior(confidence)
-    expected, right = [], 1.0
-    for sure in confidence:
-        expected.append(right * (1 - sure))
-        right *= sure
-    np.testing.assert_allclose(posterior, expected, rtol=1e-12, atol=1e-300)
-    assert posterior.sum() == pytest.approx(1 - right, abs=1e-12)
-    assert posterior.dtype == np.float64
+def test_break_chances_are_the_formula(confidence: list[float]) -> None:
+    """And sum to 1, with that of no break at all."""
+    sure = np.array(confidence)
+    right = np.concatenate(([1.0], sure.cumprod()))
+    breaks = break_chances(confidence)
+    np.testing.assert_allclose(prefix_chances(confidence), right, rtol=1e-12, atol=1e-300)
+    np.testing.assert_allclose(breaks, right * [*(1 - sure), 1.0], rtol=1e-12, atol=1e-300)
+    assert sum(breaks) == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("confidence", "expected"),
     [
-        ([], []),
-        ([0.0], [1.0]),
-        ([1.0], [0.0]),
-        ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]),
-        ([0.0, 1.0, 0.5], [1.0, 0.0, 0.0]),  # the first draft is surely wrong: nothing comes after it
-        ([1.0, 0.0, 0.5], [0.0, 1.0, 0.0]),
+        ([], [1.0]),
+        ([0.0], [1.0, 0.0]),
+        ([1.0], [0.0, 1.0]),
+        ([1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0]),
+        ([0.0, 1.0, 0.5], [1.0, 0.0, 0.0, 0.0]),  # the first draft is surely wrong: nothing comes after it
+        ([1.0, 0.0, 0.5], [0.0, 1.0, 0.0, 0.0]),
     ],
 )
-def test_posterior_at_the_ends(confidence: list[float], expected: list[float]) -> None:
-    assert boundary_posterior(confidence).tolist() == expected
+def test_break_chances_at_the_ends(confidence: list[float], expected: list[float]) -> None:
+    assert break_chances(confidence) == expected
 
 
 @pytest.mark.parametrize(
-    ("posterior", "count", "expected"),
+    ("chances", "count", "expected"),
     [
         ([0.1, 0.4, 0.2, 0.3], 2, [1, 3]),
-        ([0.2, 0.3, 0.2, 0.3, 0.2], 3, [0, 1, 3]),  # of three equal ones the shortest
+        ([0.2, 0.3, 0.2, 0.3, 0.2], 3, [1, 3, 0]),  # of three equal ones the first
         ([0.25, 0.25, 0.25, 0.25], 2, [0, 1]),
-        ([0.1, 0.2], 5, [0, 1]),
+        ([0.1, 0.2], 5, [1, 0]),
+        ([0.1, 0.2], None, [1, 0]),
         ([0.1, 0.2], 0, []),
         ([], 3, []),
-        ([0.0, 0.0, 1.0], 2, [0, 2]),
+        ([0.0, 0.0, 1.0], 2, [2, 0]),
     ],
 )
-def test_likeliest(posterior: list[float], count: int, expected: list[int]) -> None:
-    assert likeliest(np.array(posterior), count) == expected
+def test_likeliest(chances: list[float], count: int | None, expected: list[int]) -> None:
+    assert likeliest(chances, count) == expected
 
 
 # -- the tree
@@ -107,7 +108,8 @@ def test_likeliest(posterior: list[float], count: int, expected: list[int]) -> N
 
 @given(candidates())
 def test_merge_is_the_prefix_tree_of_the_rows(rows: list[list[int]]) -> None:
-    tree, nodes = merge(rows)
+    staircase = merge(rows)
+    tree, nodes = staircase.tree(), staircase.paths
     spelled = {}
     for node in range(len(tree)):
         parent = int(tree.parents[node])
@@ -122,10 +124,41 @@ def test_merge_is_the_prefix_tree_of_the_rows(rows: list[list[int]]) -> None:
 
 def test_equal_siblings_are_merged() -> None:
     """The second drafter often drafts again what the first one did."""
-    tree, nodes = merge([[9, 1, 2, 3], [9, 1, 2, 4], [9, 5, 6, 7], [9, 1, 2, 3]])
-    assert tree.tokens.tolist() == [9, 1, 2, 3, 4, 5, 6, 7]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 2, 0, 5, 6]
-    assert nodes == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5, 6, 7], [0, 1, 2, 3]]
+    staircase = merge([[9, 1, 2, 3], [9, 1, 2, 4], [9, 5, 6, 7], [9, 1, 2, 3]])
+    assert staircase.tokens == [9, 1, 2, 3, 4, 5, 6, 7]
+    assert staircase.parents == [-1, 0, 1, 2, 2, 0, 5, 6]
+    assert staircase.paths == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_a_part_has_its_own_parents() -> None:
+    staircase = merge([[9, 1, 2], [9, 1, 7], [9, 5, 6]])
+    assert staircase.parents == [-1, 0, 1, 1, 0, 4]
+    part = staircase.part([0, 1, 3, 4])
+    assert part.tokens.tolist() == [9, 1, 7, 5]
+    assert part.parents.tolist() == [-1, 0, 1, 0]
+    assert part.depths.tolist() == [0, 1, 2, 1]
+    assert staircase.part(range(6)).parents.tolist() == staircase.parents
+
+
+@given(candidates(), st.integers(0, 1000))
+def test_a_part_spells_the_same_paths(rows: list[list[int]], seed: int) -> None:
+    """Of any nodes, with the ancestors of each."""
+    staircase = merge(rows)
+    whole, kept = staircase.tree(), {0}
+    for node, parent in enumerate(staircase.parents[1:], start=1):
+        if parent in kept and chance(seed, node) < 0.7:
+            kept.add(node)
+    nodes = sorted(kept)
+    part = staircase.part(nodes)
+    assert part.tokens.tolist() == whole.tokens[nodes].tolist()
+    assert part.depths.tolist() == whole.depths[nodes].tolist()
+    assert part.parents.tolist()[1:] == [nodes.index(int(whole.parents[node])) for node in nodes[1:]]
+
+
+@pytest.mark.parametrize("nodes", [[0, 2], [1, 2], [0, 2, 1], []], ids=str)
+def test_orphans_are_refused(nodes: list[int]) -> None:
+    with pytest.raises(UsageError):
+        merge([[4, 5, 6]]).part(nodes)
 
 
 def row_by_row(rows: list[list[int]], choose: Callable[[tuple[int, ...]], int]) -> list[int]:
@@ -143,7 +176,7 @@ def test_the_walk_accepts_what_the_rows_one_by_one_would(rows: list[list[int]], 
     def choose(path: tuple[int, ...]) -> int:
         return int(chance(seed, path) * 3)
 
-    tree, _ = merge(rows)
+    tree = merge(rows).tree()
     assert walk(tree, lambda node, path: choose(tuple(path))).tokens == row_by_row(rows, choose)
 
 
@@ -178,7 +211,7 @@ def test_sizes(block: int, vp_block: int, branches: int, rows: int, tree: int) -
 @given(staircases())
 def test_no_staircase_is_larger_than_the_sizes_say(staircase: tuple[Limits, list[list[int]]]) -> None:
     limits, rows = staircase
-    tree, _ = merge(rows)
+    tree = merge(rows).tree()
     assert len(tree) <= limits.tree_size
     assert max(tree.depths) < limits.longest_path
     assert len(rows) - 1 <= limits.redraft_rows
@@ -193,5 +226,5 @@ def test_the_sizes_are_reached(block: int, vp_block: int, branches: int) -> None
     rows = [list(range(block))]
     for number, keep in enumerate(kept, start=1):
         rows.append([*rows[0][: keep + 1], *(1000 * number + place for place in range(vp_block - 1 - keep))])
-    assert len(merge(rows)[0]) == limits.tree_size
+    assert len(merge(rows).tokens) == limits.tree_size
     assert len(kept) == limits.redraft_rows
