@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from dflash_trt.runtime.branching import AdaptiveBranches, Branch, PassCosts
+from dflash_trt.runtime.branching import AdaptiveBranches, Branch, PassCosts, Tail
 from dflash_trt.runtime.speculation_models import Part, StepTimes
 from dflash_trt.runtime.staircase import Staircase
 from dflash_trt.runtime.statistics import StepMeter
@@ -24,6 +24,7 @@ _REFRESH = 16  # steps for which a table stands
 
 _WINDOW = 24.0  # steps that say whether drafts pay
 _TRIAL = 3  # steps that draft, at least, before the next rest
+_FRESH = 16  # sequences: one of them begins without what was seen of branches
 _REST, _LONGEST_REST = 8, 64  # steps: twice as many after each trial in vain
 
 
@@ -101,10 +102,14 @@ class Experience:
     Attributes:
         trunk: chances of drafts of trunks.
         first, later: of the draft with which a branch leaves the trunk, and of those behind it.
+        tail: what tails promise, as `AdaptiveBranches` remembers it.
+        sequences: how many there were.
     """
 
     def __init__(self, costs: PassCosts) -> None:
         self.trunk, self.first, self.later = Calibration(), Calibration(), Calibration()
+        self.tail: Tail | None = None
+        self.sequences = 0
         self.times = StepTimes(costs)
         self.worth = Worth()
 
@@ -143,9 +148,12 @@ class AdaptiveDrafting(AdaptiveBranches):
     def __init__(self, branches: int, costs: PassCosts, experience: Experience) -> None:
         self._costs, self._known = costs, experience
         super().__init__(branches, self._table())
-        self._steps = 0
+        self._steps, self._drafted = 0, False
         self._proposed = _Proposed()
-        self._known.worth.begin()
+        experience.worth.begin()
+        # Nothing is learnt of branches that are not asked for, so now and then they are thought as good as the trunk.
+        self._tail = experience.tail if experience.sequences % _FRESH else None
+        experience.sequences += 1
 
     def drafts(self, most: int) -> int:
         return most if self._known.worth.wants_drafts() else 0
@@ -159,6 +167,7 @@ class AdaptiveDrafting(AdaptiveBranches):
     def prune(self, staircase: Staircase, confidence: Sequence[float], branches: Sequence[Branch]) -> Sequence[int]:
         nodes = super().prune(staircase, confidence, branches)
         self._proposed = _Proposed(staircase, confidence, branches, nodes)
+        self._known.tail = self._tail
         return nodes
 
     def observe(self, meter: StepMeter) -> None:
@@ -166,8 +175,11 @@ class AdaptiveDrafting(AdaptiveBranches):
         self._steps += 1
         seconds, sizes, known = meter.seconds, meter.tokens, self._known
         parts: dict[Part, float] = {part: seconds[part] for part in ("draft", "redraft", "verify") if part in seconds}
-        known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=self._steps > 1)
-        if "draft" in parts and meter.trunk:
+        drafted = "draft" in parts
+        settled = self._steps > 1 and drafted == self._drafted  # else features waited, and caches are cold
+        known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=settled)
+        self._drafted = drafted
+        if drafted and meter.trunk:
             (verified, right), (yielded,) = meter.trunk[0], meter.yielded
             known.trunk.observe(self._proposed.confidence[:verified], right)
             tail = self._proposed.tail(right)

@@ -17,6 +17,8 @@ from dflash_trt.errors import UsageError
 from dflash_trt.runtime.staircase import Staircase, break_chances, likeliest, prefix_chances
 from dflash_trt.runtime.trace import Branches, Drafts
 
+Tail = tuple[float, float]  # chances of a tail's first draft where the trunk breaks before it, and of each behind it
+
 _MEMORY = 0.1  # weight of the newest step in what AdaptiveBranches remembers of re-drafts
 
 
@@ -164,7 +166,7 @@ class AdaptiveBranches:
     def __init__(self, most: int, costs: PassCosts) -> None:
         self._most = most
         self.reprice(costs)
-        self._tail: tuple[float, float] | None = None  # chances of a tail's first draft, and of each behind it
+        self._tail: Tail | None = None
         self.expected = 1.0
 
     def reprice(self, costs: PassCosts) -> None:

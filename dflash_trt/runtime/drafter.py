@@ -157,8 +157,14 @@ class Drafter:
         self._injected[row] += size
         self._pending[row], self._waiting[row] = [], 0
 
-    def late(self, rows: Iterable[int]) -> list[int]:
-        """Those of the rows with more waiting than a drafting pass takes."""
+    def late(self, rows: Iterable[int], batch: int) -> list[int]:
+        """Those of the rows with more waiting than a drafting pass over the first `batch` rows takes.
+
+        Where shapes are free, a pass over one row takes all: it reads every weight in any case. In a pass over several,
+        the others would be padded to as many features.
+        """
+        if batch == 1 and not self._session.fixed_shapes:
+            return []
         return [row for row in rows if self.pending(row) > self._full_rows[-1]]
 
     def block_size(self, blocks: Mapping[int, Block]) -> int:

@@ -153,7 +153,7 @@ class Proposer:
         self, drafter: Drafter, sequences: Mapping[int, SequenceState], blocks: Mapping[int, Block]
     ) -> dict[int, Draft]:
         """One pass of a drafter over the blocks; the rows whose numbers are not finite are faults."""
-        for row in drafter.late(blocks):
+        for row in drafter.late(blocks, self._rows):
             self._inject_pending(drafter, row, sequences[row])
         stage = self._stage(drafter)
         tokens = self._rows * drafter.block_size(blocks)

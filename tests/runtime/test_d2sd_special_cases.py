@@ -156,6 +156,7 @@ def test_features_that_waited_change_nothing(tmp_path: Path, monkeypatch: pytest
     assert len(watched.passes) < waited.statistics.steps - 5
     monkeypatch.setattr(Drafter, "overdue", lambda self, row, size: self.pending(row) > 0)
     watched.injected.clear()
+    engine._experience = None  # what it learnt, too
     prompt_run = engine.generate(prompt, branches="auto", trace=True, max_tokens=100)
     assert len(watched.injected) > 5
     assert waited.trace is not None
@@ -165,6 +166,20 @@ def test_features_that_waited_change_nothing(tmp_path: Path, monkeypatch: pytest
         for trace in (waited.trace, prompt_run.trace)
     ]
     assert drafts[0] == drafts[1]
+
+
+def test_a_prompt_alone_needs_no_pass_that_only_injects(tmp_path: Path) -> None:
+    """The first draft takes it along; of several prompts each would be padded to the longest."""
+    engine = small_triple(tmp_path, 4, 6, branches=2, prefill_chunk=16, max_batch_size=2)
+    prompts = prompts_of(engine, 15, 14)
+    watched = watch(engine)
+    drafters = [engine.drafter, watched]
+    (alone,) = engine.generate(prompts[:1], max_tokens=20)
+    assert [drafter.injected for drafter in drafters] == [[], []]  # type: ignore[attr-defined]
+    assert watched.passes[0][0] == 15
+    assert alone.statistics.draft_passes <= alone.statistics.steps
+    engine.generate(prompts, max_tokens=20)
+    assert [drafter.injected for drafter in drafters] == [[15, 14], [15, 14]]  # type: ignore[attr-defined]
 
 
 class Poisoned(DecodeBatch):
