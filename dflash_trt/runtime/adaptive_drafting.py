@@ -22,6 +22,9 @@ _INERTIA = 8.0  # drafts that a confidence itself counts for
 _MOST = 500.0  # drafts that what was seen counts for at most
 _REFRESH = 16  # steps for which a table stands
 
+_HOST = 0.3e-3  # seconds of a step outside its passes, at first
+_HOST_MEMORY = 0.1  # weight of the newest step in that
+_INTERRUPTED = 5e-3  # seconds at most: what is more is not the step's own
 _WINDOW = 24.0  # steps that say whether drafts pay
 _TRIAL = 3  # steps that draft, at least, before the next rest
 _FRESH = 16  # sequences: one of them begins without what was seen of branches
@@ -102,6 +105,7 @@ class Experience:
     Attributes:
         trunk: chances of drafts of trunks.
         first, later: of the draft with which a branch leaves the trunk, and of those behind it.
+        plain_host: seconds of a step without drafts outside its pass.
         tail: what tails promise, as `AdaptiveBranches` remembers it.
         sequences: how many there were.
     """
@@ -111,6 +115,7 @@ class Experience:
         self.tail: Tail | None = None
         self.sequences = 0
         self.times = StepTimes(costs)
+        self.plain_host = _HOST
         self.worth = Worth()
 
 
@@ -170,26 +175,37 @@ class AdaptiveDrafting(AdaptiveBranches):
         self._known.tail = self._tail
         return nodes
 
-    def observe(self, meter: StepMeter) -> None:
-        """Takes in a step of the sequence."""
+    def observe(self, meter: StepMeter, whole: float) -> None:
+        """Takes in a step of the sequence, and the seconds of all of it."""
         self._steps += 1
         seconds, sizes, known = meter.seconds, meter.tokens, self._known
         parts: dict[Part, float] = {part: seconds[part] for part in ("draft", "redraft", "verify") if part in seconds}
-        drafted = "draft" in parts
-        settled = self._steps > 1 and drafted == self._drafted  # else features waited, and caches are cold
+        host, drafted = whole - sum(seconds.values()), "draft" in parts
+        settled = self._steps > 1 and drafted == self._drafted
         known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=settled)
         self._drafted = drafted
-        if drafted and meter.trunk:
-            (verified, right), (yielded,) = meter.trunk[0], meter.yielded
-            known.trunk.observe(self._proposed.confidence[:verified], right)
-            tail = self._proposed.tail(right)
-            known.first.observe(tail[:1], min(1, yielded - 1 - right))
-            if yielded - 1 > right:
-                known.later.observe(tail[1:], yielded - 2 - right)
-            plain = known.times.seconds(1, {"verify": 1}) * known.times.pace
-            known.worth.observe(self.expected, sum(parts.values()), plain)
+        if not drafted:
+            known.plain_host += _HOST_MEMORY * (min(host, _INTERRUPTED) - known.plain_host)
+        elif meter.trunk:
+            self._learn_of_drafts(meter)
+            if not settled:  # features waited for this pass: that is not the rule
+                parts["draft"] = self._usual("draft", sizes["draft"])
+            plain = self._usual("verify", 1) + known.plain_host
+            known.worth.observe(self.expected, sum(parts.values()) + min(host, _INTERRUPTED), plain)
         if self._steps % _REFRESH == 0:
             self.reprice(self._table())
+
+    def _learn_of_drafts(self, meter: StepMeter) -> None:
+        known, (verified, right), (yielded,) = self._known, meter.trunk[0], meter.yielded
+        known.trunk.observe(self._proposed.confidence[:verified], right)
+        tail = self._proposed.tail(right)
+        known.first.observe(tail[:1], min(1, yielded - 1 - right))
+        if yielded - 1 > right:
+            known.later.observe(tail[1:], yielded - 2 - right)
+
+    def _usual(self, part: Part, tokens: int) -> float:
+        """Seconds of a pass as the machine has it now."""
+        return self._known.times.seconds(1, {part: tokens}) * self._known.times.pace
 
     def _table(self) -> PassCosts:
         """The costs as the machine has them now: between the sizes that were measured, as they were then."""

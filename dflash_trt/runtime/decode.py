@@ -196,10 +196,12 @@ class DecodeBatch(Batch):
 
     def _step(self, sequences: dict[int, SequenceState]) -> None:
         self._grow(max(sequence.committed for sequence in sequences.values()) + self.limits.step_slots)
-        drafts = self._drafts if self._adaptive is None else self._adaptive.drafts(self._drafts)
-        self._advance(sequences, drafts, self._policy)
-        if self._adaptive is not None:
-            self._adaptive.observe(self.meter)
+        if self._adaptive is None:
+            self._advance(sequences, self._drafts, self._policy)
+            return
+        started = time.perf_counter()
+        self._advance(sequences, self._adaptive.drafts(self._drafts), self._policy)
+        self._adaptive.observe(self.meter, time.perf_counter() - started)
 
     def _grow(self, needed: int) -> None:
         """Makes room for `needed` slots in every row."""

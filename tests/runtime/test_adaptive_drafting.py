@@ -110,7 +110,7 @@ def decode(
         meter.tokens["verify"] = len(tree)
         path = list(range(min(right, len(tree) - 1) + 1))
         meter.record_walk(tree, list(range(1, len(tree))), path)
-        policy.observe(meter)
+        policy.observe(meter, sum(meter.seconds.values()))
         verified.append(len(tree) - 1)
     return verified
 
@@ -169,7 +169,7 @@ def test_re_drafts_that_are_too_sure_are_found_out() -> None:
         if kept:
             meter.seconds["redraft"], meter.tokens["redraft"] = 0.1, 4
         meter.record_walk(tree, draft, [0, 1])
-        policy.observe(meter)
+        policy.observe(meter, sum(meter.seconds.values()))
         asked.append(kept)
     assert asked[0] == [1]
     assert asked[75:] == [[]] * 25
