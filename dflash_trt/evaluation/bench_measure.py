@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ def measure(
     for mode in modes:
         mode.run(tasks[0].prompt, min(_WARM_UP, tasks[0].max_tokens), sampling)
     runs: dict[str, list[list[Run]]] = {mode.label: [[] for _ in tasks] for mode in modes}
-    with progress.stage(f"{name}, {len(tasks)} prompts", turns * len(tasks) * len(modes)) as advance:
+    stage = progress.stage(f"{name}, {len(tasks)} prompts", turns * len(tasks) * len(modes))
+    with _objects_at_rest(), stage as advance:
         for turn in range(turns):
             for number, task in enumerate(tasks):
                 first = (turn + number) % len(modes)
@@ -51,6 +54,18 @@ def measure(
                     runs[mode.label][number].append(mode.run(task.prompt, task.max_tokens, sampling))
                     advance(1)
     return Measured(name, tuple(tasks), runs)
+
+
+@contextmanager
+def _objects_at_rest() -> Iterator[None]:
+    """The garbage collector passes over what is there already: with torch and transformers loaded, a collection takes a
+    tenth of a second, from whatever mode is just running."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def physical_cores() -> int:
