@@ -60,7 +60,7 @@ class Calibration:
 
 
 class Worth:
-    """Whether steps that draft yield more tokens per second than others, by those of late."""
+    """Whether steps that draft promise more tokens per second than others give, by those of late."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._weight = 0.0
