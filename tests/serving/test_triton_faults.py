@@ -149,7 +149,12 @@ def test_the_backend_failing_elsewhere_loses_no_request(repository_of, bundle, m
             assert len(ask(server).tokens()) == 20
             eventually(lambda: any("OSError: no answer" in line for line in Logger.lines))
         assert len(ask(server).tokens()) == 20
-        eventually(lambda: metric("dflash_trt_requests_total", outcome="finished") == 2)
+
+        def ended(outcome: str) -> float:
+            return metric("dflash_trt_requests_total", outcome=outcome)
+
+        eventually(lambda: ended("finished") + ended("cancelled") == 3)
+        assert ended("finished") >= 2  # the failing one may have come to its end before it was let go
 
 
 def test_an_error_of_the_runtime_is_internal(repository_of, bundle, monkeypatch):
