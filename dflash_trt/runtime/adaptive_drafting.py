@@ -130,7 +130,7 @@ class _Proposed(NamedTuple):
     def tail(self, breaks: int) -> Sequence[float]:
         """Confidences of the verified tail that leaves the trunk behind its first `breaks` drafts.
 
-        None where there is no such tail, nor where there are several: which of them came true is not known. The trunk
+        Empty where there is no such tail, and where there are several: which of them came true is not known. The trunk
         counts as broken there, also where its next draft was less likely than the tail and so not verified.
         """
         draft = self.staircase.tokens[1 : 1 + len(self.confidence)]
@@ -153,7 +153,8 @@ class AdaptiveDrafting(AdaptiveBranches):
     def __init__(self, branches: int, costs: PassCosts, experience: Experience) -> None:
         self._costs, self._known = costs, experience
         super().__init__(branches, self._table())
-        self._steps, self._drafted = 0, False
+        self._steps = 0
+        self._drafted: bool | None = None  # the last step
         self._proposed = _Proposed()
         experience.worth.begin()
         # Nothing is learnt of branches that are not asked for, so now and then they are thought as good as the trunk.
@@ -181,7 +182,7 @@ class AdaptiveDrafting(AdaptiveBranches):
         seconds, sizes, known = meter.seconds, meter.tokens, self._known
         parts: dict[Part, float] = {part: seconds[part] for part in ("draft", "redraft", "verify") if part in seconds}
         host, drafted = whole - sum(seconds.values()), "draft" in parts
-        settled = self._steps > 1 and drafted == self._drafted
+        settled = drafted == self._drafted
         known.times.observe(1, {part: sizes[part] for part in parts}, parts, settled=settled)
         self._drafted = drafted
         if not drafted:

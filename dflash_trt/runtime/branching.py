@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_trt.checkpoint.spec import Frozen
 from dflash_trt.errors import UsageError
-from dflash_trt.runtime.staircase import Staircase, break_chances, likeliest, prefix_chances
+from dflash_trt.runtime.staircase import Staircase, break_chances, likeliest, merge, prefix_chances
 from dflash_trt.runtime.trace import Branches, Drafts
 
 Tail = tuple[float, float]  # chances of a tail's first draft where the trunk breaks before it, and of each behind it
@@ -45,6 +45,11 @@ class Branch:
                 break
             count += 1
         return count
+
+
+def staircase_of(anchor: int, draft: Sequence[int], branches: Sequence[Branch]) -> Staircase:
+    """Trunk and branches behind an anchor as one prefix tree."""
+    return merge([[anchor, *draft], *([anchor, *draft[: b.kept], *b.tokens] for b in branches)])
 
 
 class BranchPolicy(Protocol):

@@ -9,11 +9,11 @@ import numpy as np
 
 from dflash_trt.backends.base import Array
 from dflash_trt.errors import DflashError
-from dflash_trt.runtime.branching import Branch, BranchPolicy
+from dflash_trt.runtime.branching import Branch, BranchPolicy, staircase_of
 from dflash_trt.runtime.drafter import Block, Draft, Drafter, not_finite
 from dflash_trt.runtime.limits import Limits
 from dflash_trt.runtime.sequence import SequenceState
-from dflash_trt.runtime.staircase import break_chances, merge
+from dflash_trt.runtime.staircase import break_chances
 from dflash_trt.runtime.statistics import DraftStage, StepMeter
 from dflash_trt.runtime.trace import BranchTrace, StepTrace
 from dflash_trt.runtime.tree import CandidateTree
@@ -208,7 +208,6 @@ def _proposal(
     sequence: SequenceState, trunk: Draft, branches: list[Branch], policy: BranchPolicy | None
 ) -> Proposal:
     draft, confidence = trunk.ids.tolist(), trunk.confidence.tolist()
-    rows = [[sequence.anchor, *draft], *([sequence.anchor, *draft[: b.kept], *b.tokens] for b in branches)]
-    staircase = merge(rows)
+    staircase = staircase_of(sequence.anchor, draft, branches)
     tree = staircase.tree() if policy is None else staircase.part(policy.prune(staircase, confidence, branches))
     return Proposal(tree, draft, confidence, branches)

@@ -13,8 +13,8 @@ import numpy as np
 
 from dflash_trt.runtime.acceptance import walk
 from dflash_trt.runtime.adaptive_drafting import AdaptiveDrafting, Experience
-from dflash_trt.runtime.branching import Branch, BranchPolicy, FixedBranches, PassCosts
-from dflash_trt.runtime.staircase import Staircase, break_chances, merge
+from dflash_trt.runtime.branching import Branch, BranchPolicy, FixedBranches, PassCosts, staircase_of
+from dflash_trt.runtime.staircase import break_chances
 from dflash_trt.runtime.statistics import StepMeter
 
 HOST = {False: 0.35e-3, True: 0.5e-3}  # seconds of a step outside its passes, by whether it drafts
@@ -114,7 +114,7 @@ def _step(
     kept = weighing.choose(confidence, 1 + len(output.drafts[place][0])) if weighing and setting.branches else []
     breaks = break_chances(confidence)
     branches = [Branch(count, breaks[count], *output.tails[place][count]) for count in kept] if draft else []
-    staircase = _staircase(output.tokens[place], draft, branches)
+    staircase = staircase_of(output.tokens[place], draft, branches)
     every = range(len(staircase.tokens))
     tree = staircase.part(weighing.prune(staircase, confidence, branches) if weighing and draft else every)
 
@@ -131,7 +131,3 @@ def _step(
         policy.observe(meter, sum(meter.seconds.values()) + host)
     yielded = min(len(acceptance.tokens), len(output.tokens) - 1 - place)
     return host + sum(machine.usual(part, tokens) for part, tokens in meter.tokens.items()), yielded
-
-
-def _staircase(anchor: int, draft: list[int], branches: Sequence[Branch]) -> Staircase:
-    return merge([[anchor, *draft], *([anchor, *draft[: branch.kept], *branch.tokens] for branch in branches)])
